@@ -1,0 +1,234 @@
+"""FastLoop, the callback: the one line that users add to their Trainer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from fastloop import diagnose
+from fastloop.bridge import live, rundir, strategy
+from fastloop.bridge.apply import Applier
+from fastloop.bridge.hints import hint
+from fastloop.bridge.watch import Watch, WatchingProfiler
+from fastloop.config import from_callback
+from fastloop.errors import FastLoopError
+from fastloop.ladder import verify
+from fastloop.records import Finding, Measurement, Plan, Verdict
+from fastloop.report import summary
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+_UNUSED_BATCH_HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+                       "on_before_zero_grad")  # fmt: skip
+_instances = itertools.count()
+
+strategy.register()
+
+
+def disabled() -> bool:
+    """Whether FASTLOOP_DISABLE switches everything off."""
+    return os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
+
+
+def fail_open(hook: Hook) -> Hook:
+    """An exception in our own code is one warning, and training goes on without us; errors meant for a person pass."""
+
+    @functools.wraps(hook)
+    def guarded(self: FastLoop, *args: Any, **kwargs: Any) -> Any:
+        if self.off:
+            return None
+        try:
+            return hook(self, *args, **kwargs)
+        except FastLoopError:
+            raise
+        except Exception as error:
+            self.stop_watching(f"{hook.__name__}: {type(error).__name__}: {error}")
+            return None
+
+    return guarded  # type: ignore[return-value]
+
+
+class FastLoop(Callback):
+    """Watches a training run, applies the rungs that are switched on, and says what it saw.
+
+    Args:
+        config: None to watch only; a shipped ladder's name (``"safe"``), a YAML file, or a mapping such as
+            ``{"rungs": {"amp": {"enabled": True}}}``.
+        out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``, nothing without a logger.
+        strict: a rung that cannot apply is an error before step 1; default as the config has it.
+        quiet: print nothing.
+
+    After ``fit``, on every rank: ``plan``, ``measurement``, ``verdicts`` and ``findings``.
+
+    Raises:
+        ConfigError: the configuration cannot be used; says file, line and key.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
+                 out: str | os.PathLike[str] | None = None, strict: bool | None = None, quiet: bool = False) -> None:  # fmt: skip
+        self.off = disabled()
+        self.out, self.quiet = None if out is None else Path(out), quiet
+        self.plan = Plan()
+        self.measurement: Measurement | None = None
+        self.verdicts: tuple[Verdict, ...] = ()
+        self.findings: tuple[Finding, ...] = ()
+        self.run_dir: Path | None = None
+        """Where this rank wrote its files, if it did."""
+        # Each instance has its own key: Lightning would refuse a second one before we can say what is wrong.
+        self._key = f"FastLoop{next(_instances)}"
+        self._applier: Applier | None = None
+        self._watch: Watch | None = None
+        self._restore: list[Callable[[], None]] = []
+        for name in _UNUSED_BATCH_HOOKS:
+            setattr(self, name, None)  # Lightning skips what is not callable; an empty hook costs microseconds a step
+        if self.off:
+            self.on_train_batch_end = None  # type: ignore[assignment,method-assign]
+            return
+        self.config, ignored = from_callback(config)
+        self.strict = self.config.strict if strict is None else strict
+        if ignored:
+            rank_zero_info(f"fastloop: ignored in a callback, the Trainer is yours: {', '.join(ignored)}")
+        if not self.config.watch.enabled:
+            self.on_train_batch_end = None  # type: ignore[assignment,method-assign]
+
+    @property
+    def state_key(self) -> str:
+        return self._key
+
+    # -- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    @fail_open
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._undo()  # a fit that raised need not have called teardown
+        others = [callback for callback in trainer.callbacks if isinstance(callback, FastLoop)]
+        if len(others) > 1:
+            raise FastLoopError(got=f"{len(others)} FastLoop callbacks in one Trainer", why="each setting has one owner",
+                                do="keep one, and put all rungs into its config")  # fmt: skip
+        if self.config.ladder.enabled():
+            self._attach(trainer)
+        if stage == "fit":
+            self.plan, self.measurement, self.verdicts, self.findings = Plan(), None, (), ()
+            if self.config.watch.enabled:
+                self._start_watch(trainer)
+
+    @fail_open
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._applier is not None:
+            self._applier.train_start()
+            self.plan = self._applier.plan
+        if self._watch is not None:
+            self._watch.clock.queued_batches = live.queued_batches(trainer)
+        self._step, self._first = trainer.global_step, True
+
+    @fail_open
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._watch is None:
+            return
+        step = trainer.global_step
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        self._watch.batch_end(loss, batch, step != self._step, trainer.accumulate_grad_batches)
+        self._step = step
+        if self._first:
+            self._first = False
+            self._evidence(trainer)
+
+    @fail_open
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._measure(trainer, partial=False)
+
+    @fail_open
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._conclude(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            if not self.off:
+                if (line := hint(exception, pl_module)) is not None:
+                    rank_zero_warn(f"fastloop: {line}")
+                if trainer.state.fn == "fit" and self.measurement is None:
+                    self._measure(trainer, partial=True)
+                    self._conclude(trainer)
+        except Exception as error:  # the user's exception must not be hidden by ours
+            self.stop_watching(f"on_exception: {type(error).__name__}: {error}")
+        finally:
+            self._undo()
+
+    @fail_open
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._applier is not None:
+            self._applier.clean_checkpoint(checkpoint)
+
+    @fail_open
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._undo()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def stop_watching(self, why: str) -> None:
+        """Give up with one warning; rungs stay as they are, for the run has begun with them."""
+        if self._watch is not None or self._first is not None:
+            rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
+        self._watch, self._first = None, None
+
+    _step = 0
+    _first: bool | None = False
+
+    def _attach(self, trainer: Any) -> None:
+        """Give the Trainer's own strategy the mixed class, and it our applier."""
+        live, kind = trainer.strategy, type(trainer.strategy)
+        if not strategy.is_mixed(live):
+            live.__class__ = strategy.mixed(kind)
+            self._restore.append(lambda: setattr(live, "__class__", kind))
+        self._applier = Applier(self.config.ladder, strict=self.strict,
+                                warn=lambda line: rank_zero_warn(f"fastloop: {line}"))  # fmt: skip
+        live.fastloop = self._applier
+        self._restore.append(lambda: vars(live).pop("fastloop", None) and None)
+
+    def _start_watch(self, trainer: Any) -> None:
+        self._watch = Watch(trainer.strategy.root_device, self.config.watch, world_size=trainer.world_size,
+                            ready=lambda: live.batches_ready(trainer))  # fmt: skip
+        before = trainer.profiler
+        trainer.profiler = WatchingProfiler(before, self._watch)
+        self._restore.append(lambda: setattr(trainer, "profiler", before))
+
+    def _evidence(self, trainer: Any) -> dict[str, Any]:
+        found = dict(self._applier.evidence()) if self._applier is not None else {}
+        self._loader_seen = live.evidence(trainer) or self._loader_seen
+        return {**found, "loader": self._loader_seen}
+
+    _loader_seen: Mapping[str, Any] = {}  # noqa: RUF012  # replaced, never changed
+
+    def _measure(self, trainer: Any, *, partial: bool) -> None:
+        evidence = self._evidence(trainer)
+        if self._applier is not None:
+            self.plan = self._applier.plan
+        if self._watch is not None:
+            self.measurement = self._watch.finish(evidence, partial=partial)
+        else:
+            self.measurement = Measurement(evidence=evidence, partial=partial, device=trainer.strategy.root_device.type)
+        self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
+        if self._watch is not None:
+            self.findings = diagnose.findings(self.measurement, self.config.ladder.enabled())
+
+    def _conclude(self, trainer: Any) -> None:
+        if self.measurement is None or not trainer.is_global_zero:
+            return
+        self.run_dir = rundir.write(trainer, self)
+        if not self.quiet and (self._watch is not None or self.config.ladder.enabled()):
+            report = None if self.run_dir is None else str(self.run_dir / "report.md")
+            for line in summary.lines(self.measurement, self.plan, self.verdicts, self.findings, report):
+                rank_zero_info(line)
+
+    def _undo(self) -> None:
+        if self._applier is not None:
+            self._applier.undo()
+            self._applier = None
+        while self._restore:
+            self._restore.pop()()
+        self._watch = None

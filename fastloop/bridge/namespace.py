@@ -1,0 +1,34 @@
+"""Lightning exists under two names, `lightning.pytorch` and `pytorch_lightning`, with classes of their own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def of(lightning_object: Any) -> str:
+    """The namespace a Trainer, strategy or their class belongs to, by the first Lightning class among its bases."""
+    kind = lightning_object if isinstance(lightning_object, type) else type(lightning_object)
+    for base in kind.__mro__:
+        for name in NAMES:
+            if base.__module__ == name or base.__module__.startswith(f"{name}."):
+                return name
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not a Lightning class")
+
+
+def load(namespace: str, path: str) -> Any:
+    """A class or function by its path below a namespace: ``load(name, "strategies.DDPStrategy")``."""
+    module, _, attribute = path.rpartition(".")
+    return getattr(importlib.import_module(f"{namespace}.{module}"), attribute)
+
+
+def installed() -> Iterator[str]:
+    """The namespaces this environment has. Both packages may be installed, and a script may use either."""
+    for name in NAMES:
+        if name in sys.modules or importlib.util.find_spec(name.split(".")[0]) is not None:
+            yield name

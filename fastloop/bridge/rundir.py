@@ -1,0 +1,85 @@
+"""Where a fit's files go, and writing them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from fastloop import facts
+from fastloop.config import changed, to_yaml
+from fastloop.ladder import Ladder
+from fastloop.report import files
+from fastloop.yamlfile import dump_yaml
+
+if TYPE_CHECKING:
+    from fastloop.bridge.callback import FastLoop
+
+
+def utc() -> str:
+    """Now, as a directory name that sorts: 20261120T093000Z."""
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+
+
+def directory(trainer: Any, out: Path | None) -> Path | None:
+    """`out`, else a place below the first logger's directory; None without a logger and in trial runs."""
+    if out is not None:
+        return out
+    if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
+        return None
+    # Not trainer.log_dir: that one broadcasts between ranks.
+    logger = trainer.loggers[0]
+    base = getattr(logger, "log_dir", None) or logger.save_dir
+    return _new(Path(base) / "fastloop", utc()) if base else None
+
+
+def _new(root: Path, name: str) -> Path:
+    """A directory that is not there yet: two fits may end in the same second."""
+    names = (name, *(f"{name}-{count}" for count in range(2, 1000)))
+    return next(root / candidate for candidate in names if not (root / candidate).exists())
+
+
+def write(trainer: Any, loop: FastLoop) -> Path | None:
+    """Write the run's files on rank 0. A directory that cannot be written is one warning, not the end of a training."""
+    where = directory(trainer, loop.out)
+    if where is None or loop.measurement is None:
+        return None
+    environment = facts.environment(sys.argv, os.environ)
+    environment["torch_flags"] = torch_flags()
+    contents = files.run_files(
+        config_yaml=to_yaml(loop.config), changed_yaml=dump_yaml(changed(loop.config)), environment=environment,
+        plan=loop.plan, seen=loop.measurement, verdicts=loop.verdicts, findings=loop.findings,
+        left_out=left_out(loop.config.ladder),
+    )  # fmt: skip
+    try:
+        files.write(where, contents)
+    except OSError as error:
+        rank_zero_warn(f"fastloop: the run's files could not be written to {where}: {error}")
+        return None
+    return where
+
+
+def torch_flags() -> dict[str, Any]:
+    """Flags of the process that change float32 results, so that two runs can be told apart by them."""
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32, "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }  # fmt: skip
+
+
+def left_out(ladder: Ladder) -> str:
+    """The rungs that are off, one line each from their manual pages' first line."""
+    import inspect
+
+    lines = []
+    for name, rung in ladder.rungs():
+        if not rung.enabled:
+            first = (inspect.getdoc(inspect.getmodule(type(rung))) or "").splitlines()[0]
+            lines.append(f"* `rungs.{name}`: {first} Try it with `--config {name}`.")
+    return "\n".join(lines)

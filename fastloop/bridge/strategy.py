@@ -1,0 +1,119 @@
+"""One mixin over Lightning's Strategy, composed with whatever strategy the Trainer has."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from fastloop.bridge import namespace
+from fastloop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastloop.bridge.apply import Applier
+
+
+@functools.cache
+def mixin(space: str) -> type:
+    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to swap the
+    class of a live object for one of another layout, and with the wrong base the method order is silently wrong.
+    """
+    strategy: Any = namespace.load(space, "strategies.Strategy")
+
+    class FastLoopStrategyMixin(strategy):  # type: ignore[misc]
+        """Hands the public strategy calls to an applier, where there is one; without, it changes nothing."""
+
+        fastloop: Applier | None = None
+
+        def setup(self, trainer: Any) -> None:
+            if self.fastloop is not None:
+                self.fastloop.model_built(trainer, self)
+            super().setup(trainer)
+
+        def configure_ddp(self) -> None:
+            if self.fastloop is not None:
+                self.fastloop.before_wrap(self)
+            super().configure_ddp()
+            if self.fastloop is not None:
+                self.fastloop.wrapped(self)
+
+        def process_dataloader(self, dataloader: Any) -> Any:
+            dataloader = super().process_dataloader(dataloader)
+            return dataloader if self.fastloop is None else self.fastloop.loader(dataloader)
+
+        def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            if self.fastloop is None:
+                return super().batch_to_device(batch, device, dataloader_idx)
+            return self.fastloop.batch(batch, lambda: super(FastLoopStrategyMixin, self).batch_to_device(
+                batch, device, dataloader_idx), dataloader_idx)  # fmt: skip
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.fastloop is None:
+                return super().training_step(*args, **kwargs)
+            return self.fastloop.training_step(super().training_step, *args, **kwargs)
+
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.fastloop is not None:
+                self.fastloop.before_backward()
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.
+            _, _, *state = super().__reduce_ex__(2)
+            return (_unpickled, (type(self).fastloop_base,), *state)  # type: ignore[attr-defined]
+
+    return FastLoopStrategyMixin
+
+
+@functools.cache
+def mixed(strategy: type) -> type:
+    """The class of a strategy with the mixin in front. The name keeps the original's, so that logs stay readable."""
+    bases = (mixin(namespace.of(strategy)), strategy)
+    return type(f"FastLoop_{strategy.__name__}", bases, {"__module__": __name__, "fastloop_base": strategy})
+
+
+def _unpickled(base: type) -> Any:
+    kind = mixed(base)
+    return kind.__new__(kind)
+
+
+def is_mixed(strategy: Any) -> bool:
+    """Whether a strategy object's class already has the mixin."""
+    return hasattr(type(strategy), "fastloop_base")
+
+
+@functools.cache
+def _single(space: str) -> type:
+    base: Any = mixed(namespace.load(space, "strategies.SingleDeviceStrategy"))
+
+    class FastLoopStrategy(base):  # type: ignore[misc]
+        """``strategy="fastloop"``: one device, the one the accelerator offers.
+
+        A strategy asked for by name is made without a device. Lightning offers the accelerator's devices to any
+        strategy that has ``parallel_devices``; without that, this one would silently train on the CPU.
+        """
+
+        strategy_name = "fastloop"
+
+        @property
+        def parallel_devices(self) -> list[Any]:
+            return []
+
+        @parallel_devices.setter
+        def parallel_devices(self, devices: list[Any]) -> None:
+            if len(devices) > 1:
+                raise ConfigError(got=f'strategy="fastloop" with {len(devices)} devices', why="it drives one device",
+                                  do='write devices=1, or strategy="fastloop_ddp"')  # fmt: skip
+            if devices:
+                self._root_device = devices[0]
+
+    return FastLoopStrategy
+
+
+def register() -> None:
+    """Make `fastloop` and `fastloop_ddp` known by name in every Lightning namespace that is there. Idempotent."""
+    for space in namespace.installed():
+        registry = namespace.load(space, "strategies.StrategyRegistry")
+        if "fastloop" not in registry:
+            ddp = mixed(namespace.load(space, "strategies.DDPStrategy"))
+            registry.register("fastloop", _single(space), description="one device, rungs switched by FastLoop")
+            registry.register("fastloop_ddp", ddp, description="DDP, rungs switched by FastLoop")

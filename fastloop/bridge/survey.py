@@ -1,0 +1,208 @@
+"""Read the facts off a Trainer, a module and a loader. Looks, never touches; takes no sample."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.sampler import BatchSampler
+
+from fastloop import facts as machine
+from fastloop.bridge import namespace
+from fastloop.evidence import dataset as datasets
+from fastloop.records import Facts, LoaderFacts
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def run_facts(trainer: Any, strategy: Any) -> Facts:
+    """Facts of the machine, the run and the built model; no loader yet."""
+    module, device = strategy.lightning_module, strategy.root_device
+    kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    return Facts(
+        cpu_count=machine.usable_cpus(), local_ranks=_local_ranks(trainer, strategy),
+        device=device.type, **_device_facts(device), compiler=machine.cxx_compiler(os.environ),
+        world_size=trainer.world_size, strategy=type(strategy).__name__.removeprefix("FastLoop_"),
+        is_ddp=hasattr(strategy, "_ddp_kwargs"), user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
+        plain_gradients=hasattr(strategy, "_ddp_kwargs") or isinstance(strategy, _single_device(strategy)),
+        precision=str(strategy.precision_plugin.precision),
+        own_precision=type(strategy.precision_plugin).__name__ != "Precision",
+        accumulate=trainer.accumulate_grad_batches,
+        accumulation_scheduled="GradientAccumulationScheduler" in kinds,
+        averages_weights_by_swa="StochasticWeightAveraging" in kinds,
+        micro_batches=trainer.accumulate_grad_batches > 1,
+        clip=bool(trainer.gradient_clip_val) or overrides(module, "configure_gradient_clipping"),
+        automatic_optimization=module.automatic_optimization,
+        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
+        val_check_interval=_number(trainer.val_check_interval), limit_train_batches=_number(trainer.limit_train_batches),
+        resuming=trainer.ckpt_path is not None,
+        transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if hook_owner(trainer, hook) is not None),
+        **module_facts(module),
+    )  # fmt: skip
+
+
+def _single_device(strategy: Any) -> type:
+    return namespace.load(namespace.of(strategy), "strategies.SingleDeviceStrategy")  # type: ignore[no-any-return]
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {"device_name": torch.cuda.get_device_name(device),
+            "compute_capability": torch.cuda.get_device_capability(device)}  # fmt: skip
+
+
+def _local_ranks(trainer: Any, strategy: Any) -> int:
+    return max(1, getattr(strategy, "num_processes", None) or trainer.num_devices)
+
+
+def _number(value: Any) -> int | float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def overrides(owner: Any, name: str) -> bool:
+    """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
+    for base in type(owner).__mro__:
+        if name in vars(base) or name in getattr(owner, "__dict__", {}):
+            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(("lightning.", "pytorch_l"))
+    return False
+
+
+def hook_owner(trainer: Any, hook: str) -> Any:
+    """Who overrides a batch transfer hook: the DataModule before the module, as Lightning has it; None = nobody."""
+    for owner in (trainer.datamodule, trainer.lightning_module):
+        if owner is not None and overrides(owner, hook):
+            return owner
+    return None
+
+
+def module_facts(module: torch.nn.Module) -> dict[str, Any]:
+    """What the model is made of, and what its own methods do, as far as their source says."""
+    named = dict(module.named_modules())
+    training_step = getattr(module, "training_step", None)
+    return {
+        "batchnorms": tuple(name for name, part in named.items()
+                            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)),
+        "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
+        "not_mean_losses": tuple(_not_mean_losses(module, named)),
+        "autocasts": tuple(_methods_matching(module, r"\bautocast\s*\(")),
+        "detaches_grads": tuple(_methods_matching(module, r"\bgrad\.detach_\(")),
+        "compiled_by_user": tuple(_compiled(module, named)),
+        "compile_targets": tuple(compile_targets(module)),
+        "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
+        "steps_with_iterator": callable(training_step)
+        and "dataloader_iter" in inspect.signature(training_step).parameters,
+    }  # fmt: skip
+
+
+def _not_mean_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module]) -> Iterator[str]:
+    for name, part in named.items():
+        if type(part).__name__.endswith("Loss"):
+            if getattr(part, "reduction", "mean") in ("sum", "none"):
+                yield f"{name} ({type(part).__name__} with reduction={part.reduction!r})"
+            elif getattr(part, "weight", None) is not None:
+                yield f"{name} ({type(part).__name__} divides by its class weights)"
+    for method in _methods_matching(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
+        yield f"{method} uses reduction='sum' or 'none'"
+
+
+def _user_methods(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Name and source of the methods the user's own classes define."""
+    for base in type(module).__mro__:
+        if base.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
+            continue
+        for name, member in vars(base).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if inspect.isfunction(function):
+                try:
+                    yield name, inspect.getsource(function)
+                except OSError:  # typed at a prompt: nothing to read
+                    continue
+
+
+def _methods_matching(module: torch.nn.Module, pattern: str) -> Iterator[str]:
+    for name, source in _user_methods(module):
+        if name.startswith(("validation", "test", "predict")):
+            continue
+        if re.search(pattern, source):
+            yield f"{type(module).__name__}.{name}"
+
+
+def _compiled(module: Any, named: dict[str, Any]) -> Iterator[str]:
+    if getattr(module, "_compiler_ctx", None) is not None:  # Lightning marks trainer.fit(torch.compile(module)) so
+        yield type(module).__name__
+    for name, part in named.items():
+        if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
+            yield name or type(module).__name__
+
+
+def compile_targets(module: torch.nn.Module) -> Iterator[str]:
+    """Names of the modules worth compiling: the outermost inner modules that hold parameters.
+
+    Where the LightningModule holds bare layers only and works through its own ``forward``, that is the target
+    (written as ''); with DDP Lightning borrows ``forward`` for the training step, so there the layers are taken.
+    """
+    targets = list(_outermost(module, ""))
+    layers = [name for name in targets if type(module.get_submodule(name)).__module__.startswith("torch.nn.modules.")
+              and not list(module.get_submodule(name).children())]  # fmt: skip
+    if targets and len(layers) == len(targets) and overrides(module, "forward"):
+        calls_itself = any(re.search(r"\bself\(", source) for name, source in _user_methods(module))
+        if calls_itself and not torch.distributed.is_initialized():
+            targets = [""]
+    yield from targets
+
+
+def _outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        if type(child).__module__.startswith("torchmetrics.") or not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            yield from _outermost(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def loader_facts(loader: Any) -> LoaderFacts:
+    """What a train loader is. Reads attributes and code only."""
+    if not isinstance(loader, DataLoader):
+        return LoaderFacts(kind=type(loader).__name__, is_dataloader=False, map_style=False, batches=_length(loader),
+                           stateful=hasattr(loader, "state_dict"))  # fmt: skip
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    unpicklable = None
+    if method != "fork":
+        unpicklable = datasets.unpicklable(loader.dataset) or datasets.unpicklable(loader.collate_fn, "collate_fn")
+    default = torch.utils.data.default_collate
+    return LoaderFacts(
+        kind=type(loader).__name__, map_style=not isinstance(loader.dataset, IterableDataset),
+        num_workers=loader.num_workers, pin_memory=loader.pin_memory, batch_size=_batch_size(loader),
+        batches=_length(loader), auto_collates=loader.batch_sampler is not None,
+        custom_collate=loader.collate_fn is not default, start_method=str(method),
+        persistent_workers=loader.persistent_workers, stateful=hasattr(loader, "state_dict"),
+        draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
+        worker_hazards=datasets.worker_hazards(loader.dataset), unpicklable=unpicklable,
+    )  # fmt: skip
+
+
+def _batch_size(loader: DataLoader[Any]) -> int | None:
+    if loader.batch_size is not None:
+        return loader.batch_size
+    # A plain BatchSampler handed over by the user (or put there by Lightning) has one size; a custom one need not.
+    sampler = loader.batch_sampler
+    return sampler.batch_size if isinstance(sampler, BatchSampler) else None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+

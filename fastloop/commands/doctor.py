@@ -1,0 +1,290 @@
+"""What this machine and these versions can do, and what is wrong with them.
+
+Versions come from metadata and GPUs from NVML; torch is asked in a process of its own, and not at all while a malicious
+release is installed. Nothing is printed here: the CLI draws the checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fastloop import facts
+from fastloop.commands.probes import Backend, NoAnswer, TorchProbe, exchange_gb_per_s, torch_probe
+
+Status = Literal["ok", "warn", "fail", "info"]
+Versions = Mapping[str, str]
+Gpus = Sequence[facts.GpuReading]
+
+TESTED: dict[str, tuple[str, str | None]] = {
+    "python": ("3.10", None),
+    "torch": ("2.6", "2.11"),
+    "lightning": ("2.5", "2.6"),
+    "pytorch-lightning": ("2.5", "2.6"),
+    "omegaconf": ("2.3", None),
+}
+"""First and last minor version tested; ``None`` = no newer one is known to break."""
+
+LIGHTNINGS = ("lightning", "pytorch-lightning")
+MALICIOUS_LIGHTNING = ((2, 6, 2), (2, 6, 3))
+
+UNSAFE_CHECKPOINTS = {
+    "torch": ("2.10", "GHSA-63cw-57p8-fm3p"),
+    "lightning": ("2.6.6", "CVE-2026-58659"),
+    "pytorch-lightning": ("2.6.6", "CVE-2026-58659"),
+}
+"""First version in which a foreign checkpoint does no harm, and the advisory on those before it."""
+
+GIB = 2**30
+LEAST_MEMORY_BYTES = 4 * GIB
+LEAST_SHM_BYTES = GIB
+LEAST_OPEN_FILES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    status: Status
+    """info: worth knowing, nothing to mend."""
+    found: str
+    do: str | None = None
+    """What to run or write instead."""
+
+
+def check(comm: bool = False) -> tuple[Check, ...]:
+    """Look at versions, machine, GPUs and optional packages; with ``comm`` time an all-reduce too (2 min at most)."""
+    found = facts.versions((*facts.PACKAGES, "pynvml", "redis"))
+    poisoned = any(_release(found.get(name)) in MALICIOUS_LIGHTNING for name in LIGHTNINGS)
+    probe = None if poisoned or "torch" not in found else torch_probe()
+    gpus = facts.gpus()
+    checks = [
+        *_version_checks(found),
+        *_machine_checks(os.environ),
+        *_torch_checks(found, gpus, probe, os.environ),
+        *_gpu_checks(gpus, probe),
+        *_extra_checks(found, probe),
+    ]
+    if comm:
+        checks.append(_comm_check(probe))
+    return tuple(checks)
+
+
+def as_json(checks: Sequence[Check]) -> dict[str, Any]:
+    """The object that ``--json`` writes; ``worst`` is ok, warn or fail."""
+    seen = {one.status for one in checks}
+    worst = next((status for status in ("fail", "warn") if status in seen), "ok")
+    return {"schema": 1, "checks": [dataclasses.asdict(one) for one in checks], "worst": worst}
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """1 when a check failed, else 0."""
+    return int(any(one.status == "fail" for one in checks))
+
+
+def _check(status: Status, name: str, found: str, do: str | None = None) -> Check:
+    return Check(name=name, status=status, found=found, do=do)
+
+
+# ---------------------------------------------------------------- versions
+
+
+def _version_checks(found: Versions) -> Iterator[Check]:
+    lightnings = [name for name in LIGHTNINGS if name in found]
+    for name in ("python", "torch", *(lightnings or ["lightning"]), "omegaconf"):
+        yield _version_check(name, found.get(name))
+    for name, (safe, advisory) in UNSAFE_CHECKPOINTS.items():
+        if name in found and _release(found[name]) < _release(safe):
+            do = f"load no checkpoint of others, or install {name}>={safe}"
+            yield _check("warn", f"{name} checkpoints", f"{found[name]} has {advisory}", do)
+    if len(lightnings) == 2:
+        status: Status = "info" if found["lightning"] == found["pytorch-lightning"] else "warn"
+        both = " beside ".join(f"{name} {found[name]}" for name in lightnings)
+        yield _check(status, "two Lightnings", both, "import from one of them throughout: they share no classes")
+    if "pynvml" in found:
+        do = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
+        yield _check("warn", "pynvml", f"{found['pynvml']}, deprecated: nvidia-ml-py brings the same module", do)
+
+
+def _version_check(name: str, version: str | None) -> Check:
+    low, high = TESTED[name]
+    span = f"{low} to {high}.x" if high else f"{low} or newer"
+    if version is None:
+        return _check("fail", name, "not installed", f'pip install "{name}>={low}"')
+    release = _release(version)
+    if name in LIGHTNINGS and release in MALICIOUS_LIGHTNING:
+        do = f'pip uninstall {name}; rotate all credentials this machine could read; pip install "{name}==2.6.6"'
+        return _check("fail", name, f"{version} is a malicious release (GHSA-w37p-236h-pfx3)", do)
+    if release < _release(low) or (high and release[:2] > _release(high)):
+        return _check("warn", name, f"{version}, tested is {span}", f"install {name} {span}, or watch the verdicts")
+    return _check("ok", name, version)
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """``2.11.0+cu130`` -> (2, 11, 0); no version -> ()."""
+    numbers = re.match(r"\d+(\.\d+)*", version or "")
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
+
+
+# ---------------------------------------------------------------- machine
+
+
+def _machine_checks(environ: Mapping[str, str]) -> Iterator[Check]:
+    usable, present = facts.usable_cpus(), os.cpu_count() or 1
+    if usable < present:
+        do = "size workers by what is usable: affinity or a cgroup quota holds back the others"
+        yield _check("info", "CPUs", f"{usable} of {present} usable", do)
+    else:
+        yield _check("ok", "CPUs", str(usable))
+    few_workers = "keep rungs.workers.count low: every worker is a Python of its own"
+    yield _enough("memory", facts.memory_bytes(), LEAST_MEMORY_BYTES, _gib, "unknown", few_workers)
+    more_shm = "give the container --shm-size=8g: workers hand over batches through /dev/shm"
+    yield _enough("shared memory", facts.shm_free_bytes(), LEAST_SHM_BYTES, _gib, "no /dev/shm here", more_shm)
+    more_files = "ulimit -n 65536: each batch in flight holds files open"
+    yield _enough("open files", facts.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
+    yield _cache_check(environ)
+    compiler = facts.cxx_compiler(environ)
+    if compiler:
+        yield _check("ok", "C++ compiler", compiler)
+    else:
+        missing = f"torch.compile finds no {environ.get('CXX') or 'g++'}: the compile rung is off"
+        yield _check("warn", "C++ compiler", missing, "install one, or set CXX to the one you have")
+
+
+def _enough(name: str, found: int | None, least: int, show: Callable[[int], str], absent: str, do: str) -> Check:
+    if found is None:
+        return _check("info", name, absent)
+    if found < least:
+        return _check("warn", name, f"{show(found)}, less than {show(least)}", do)
+    return _check("ok", name, show(found))
+
+
+def _gib(count_bytes: int | None) -> str:
+    return "?" if count_bytes is None else f"{count_bytes / GIB:.1f} GiB"
+
+
+def _cache_check(environ: Mapping[str, str]) -> Check:
+    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    nearest = next(folder for folder in (home, *home.parents) if os.access(folder, os.F_OK))  # the rest is made there
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return _check("ok", "cache directory", str(home))
+    return _check("warn", "cache directory", f"{home} cannot be written", "set XDG_CACHE_HOME to a directory of yours")
+
+
+# ---------------------------------------------------------------- torch and GPUs
+
+
+def _torch_checks(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ: Mapping[str, str]) -> Iterator[Check]:
+    if probe is None:
+        yield _check("info", "torch and CUDA", "not asked: a package above is malicious or missing")
+        return
+    if probe.trouble:
+        yield _check("fail", "torch and CUDA", probe.trouble, "python -c 'import torch', then reinstall torch")
+        return
+    yield _cuda_check(gpus, probe)
+    visible = _visibility_check(gpus, probe, environ.get("CUDA_VISIBLE_DEVICES"))
+    if visible:
+        yield visible
+    if probe.cuda_available and "triton" in found:
+        yield _check("ok", "triton", found["triton"])
+    elif probe.cuda_available:
+        do = "reinstall torch, which brings its own triton"
+        yield _check("warn", "triton", "not installed: on CUDA the compile rung is off without it", do)
+
+
+def _cuda_check(gpus: Gpus, probe: TorchProbe) -> Check:
+    name, build = "torch and CUDA", f"build for CUDA {probe.built_cuda}" if probe.built_cuda else "build without CUDA"
+    if probe.cuda_available:
+        return _check("ok", name, f"{build}, {probe.device_count} visible")
+    if not gpus:
+        return _check("info", name, f"{build}, no device")
+    do = "check CUDA_VISIBLE_DEVICES, then update the driver" if probe.built_cuda else "install a CUDA build of torch"
+    return _check("warn", name, f"{build}, cannot use the {len(gpus)} GPU(s), driver {gpus[0].driver or '?'}", do)
+
+
+def _visibility_check(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Check | None:
+    """Whether torch sees as many devices as CUDA_VISIBLE_DEVICES names; where it is not set, as many as NVML counts."""
+    if variable is None:
+        if probe.device_count >= len(gpus) or any(gpu.mig_enabled for gpu in gpus):  # CUDA counts slices its own way
+            return None
+        do = "compare nvidia-smi -L: the driver or the container keeps some from CUDA"
+        return _check("warn", "visible devices", f"torch sees {probe.device_count} of {len(gpus)}", do)
+    named = list(itertools.takewhile(lambda entry: entry not in ("", "-1"), map(str.strip, variable.split(","))))
+    found = f"CUDA_VISIBLE_DEVICES={variable!r} names {len(named)}, torch sees {probe.device_count}"
+    if probe.device_count == len(named) and (named or not gpus):
+        return _check("ok", "visible devices", found)
+    return _check("warn", "visible devices", found, "correct or unset it: CUDA stops at the first entry it cannot find")
+
+
+def _gpu_checks(gpus: Gpus, probe: TorchProbe | None) -> Iterator[Check]:
+    for gpu in gpus:
+        yield from _one_gpu(gpu)
+    if gpus:
+        return
+    if probe is None or not probe.cuda_available:
+        yield _check("info", "GPU", "no GPU: pin, prefetch and dali need CUDA; everything else works")
+        return
+    yield _check("info", "GPU", "CUDA works, NVML gives no readings", "pip install nvidia-ml-py")
+    if probe.bf16_native is False:
+        yield _emulated_bf16("GPU")
+
+
+def _one_gpu(gpu: facts.GpuReading) -> Iterator[Check]:
+    name = f"GPU {gpu.index}"
+    memory = f"{_gib(gpu.memory_used_bytes)} of {_gib(gpu.memory_total_bytes)} in use"
+    if gpu.name:
+        yield _check("ok", name, f"{gpu.name}, {memory}, driver {gpu.driver or '?'}")
+    else:
+        yield _check("warn", name, f"NVML cannot read it, driver {gpu.driver or '?'}", "nvidia-smi says what it needs")
+    if gpu.foreign_pids:
+        pids = ", ".join(map(str, gpu.foreign_pids))
+        do = "take an idle GPU (CUDA_VISIBLE_DEVICES): beside a neighbour no timing holds"
+        yield _check("warn", f"{name} neighbours", f"others compute on it: PID {pids}", do)
+    if gpu.mig_enabled:
+        yield _check("info", f"{name} MIG", "on: a run gets a slice, while readings are of the whole GPU")
+    if gpu.compute_capability and gpu.compute_capability < (8, 0):
+        yield _emulated_bf16(name)
+
+
+def _emulated_bf16(name: str) -> Check:
+    do = "rungs.amp.mode: 16-mixed"
+    return _check("warn", f"{name} bf16", "emulated, slower: its compute capability is below 8.0", do)
+
+
+# ---------------------------------------------------------------- optional packages, exchange between processes
+
+
+def _extra_checks(found: Versions, probe: TorchProbe | None) -> Iterator[Check]:
+    cuda_12 = probe is not None and (probe.built_cuda or "").startswith("12.")
+    dali = found.get("nvidia-dali-cuda130") or found.get("nvidia-dali-cuda120")
+    for name, version, extra in (
+        ("torchvision", found.get("torchvision"), "recipes"),
+        ("DALI", dali, "dali-cuda12" if cuda_12 else "dali-cuda13"),
+        ("redis", found.get("redis"), "redis"),
+    ):
+        if version:
+            yield _check("ok", name, version)
+        else:
+            yield _check("info", name, "not installed, optional", f'pip install "fastloop[{extra}]"')
+
+
+def _comm_check(probe: TorchProbe | None) -> Check:
+    """NCCL over all visible GPUs where there are two or more, else gloo between two processes."""
+    if probe is None or probe.trouble:
+        return _check("info", "all-reduce", "not measured: torch cannot be asked")
+    on_gpus = probe.device_count >= 2
+    backend: Backend = "nccl" if on_gpus else "gloo"
+    where = f"NCCL, {probe.device_count} GPUs" if on_gpus else "gloo on this CPU, 2 processes (says nothing of GPUs)"
+    try:
+        speed = exchange_gb_per_s(backend, probe.device_count if on_gpus else 2)
+    except NoAnswer as trouble:
+        do = "NCCL_DEBUG=INFO fastloop doctor --comm" if on_gpus else None
+        return _check("fail" if on_gpus else "warn", "all-reduce", f"{where}: {trouble}", do)
+    return _check("ok" if on_gpus else "info", "all-reduce", f"{where}: {speed:.1f} GB/s bus bandwidth at 64 MiB")

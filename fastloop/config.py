@@ -1,0 +1,270 @@
+"""From YAML to one checked record.
+
+``load`` lays the files and the command line over the defaults, resolves ``${key}``, checks every key and type against
+the dataclasses and remembers for each value where it was written. Errors name file, line and full key, never a secret.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import ConfigError
+from fastloop.interpolation import escape, refuse_resolvers, resolve
+from fastloop.layers import (
+    Layer,
+    Leaf,
+    Leaves,
+    as_patch,
+    dict_layers,
+    file_layers,
+    flatten,
+    marked_leaves,
+    merge,
+    nest,
+    override_layers,
+    patch_layer,
+    plain_values,
+)
+from fastloop.schema import build, check_keys, fault, typed
+from fastloop.secrets import Scrubber
+from fastloop.shipped import safe_name, shipped, shipped_root
+from fastloop.yamlfile import Origin, dump_yaml
+
+if TYPE_CHECKING:
+    from fastloop.ladder import Ladder
+
+__all__ = ["ABSENT", "Config", "Origin", "RunSettings", "WatchSettings", "as_patch", "changed", "diff", "from_callback",
+           "load", "safe_name", "shipped", "shipped_root", "show", "to_yaml"]  # fmt: skip
+
+ABSENT = "-"
+"""What `diff` shows for a key that one side does not have."""
+
+DEFAULT = Origin("default")
+
+NOT_FOR_CALLBACKS = ("recipe", "run", "trainer")
+"""Sections that describe a run; inside somebody else's Trainer there is nothing they could set."""
+
+OWNED = {
+    "max_steps": ("run owns it", "write run.max_steps"),
+    "devices": ("run owns it", "write run.devices"),
+    "accelerator": ("run owns it", "write run.accelerator"),
+    "callbacks": ("callbacks are objects, and YAML builds none", "return them from the module's configure_callbacks"),
+}
+"""Keys of ``trainer`` that are set elsewhere: why, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long, how often and on what to train."""
+
+    max_steps: int = 200
+    """Optimizer steps, at least 1."""
+    seed: int = 0
+    """Seed of the first run, 0 to 2**32 - 1; run i of an experiment takes seed + i."""
+    devices: int = 1
+    """Training processes on this machine, one device each."""
+    accelerator: str = "auto"
+    """As in Lightning: auto, cpu, gpu, …"""
+    resume: str | None = None
+    """Path of the checkpoint to go on from; null = start anew."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "run.max_steps", self.max_steps)
+        _at_least(0, "run.seed", self.seed)
+        _at_least(1, "run.devices", self.devices)
+        if self.seed >= 2**32:
+            raise ConfigError(key="run.seed", got=f"run.seed: {self.seed}", why="NumPy takes seeds below 2**32",
+                              do="write a smaller seed")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """What is measured while training."""
+
+    enabled: bool = True
+    warmup_steps: int = 20
+    """Optimizer steps before the measured window opens."""
+    trace_steps: int = 0
+    """Optimizer steps of the window to record as a trace; 0 = no trace."""
+    usd_per_gpu_hour: float | None = None
+    """Price of one GPU in US dollars per hour; null = costs are not reported."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, "watch.warmup_steps", self.warmup_steps)
+        _at_least(0, "watch.trace_steps", self.trace_steps)
+        _at_least(0, "watch.usd_per_gpu_hour", self.usd_per_gpu_hour or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A checked configuration. Its repr leaves out what may hold secrets: recipe, trainer and values."""
+
+    name: str
+    """Safe as a folder name."""
+    recipe_file: Path | None
+    """The recipe's Python file: beside the YAML deepest in the chain of bases that has one."""
+    recipe_yaml: str | None
+    """The YAML beside it, as origins call it."""
+    recipe: Mapping[str, Any] = field(repr=False)
+    run: RunSettings
+    trainer: Mapping[str, Any] = field(repr=False)
+    watch: WatchSettings
+    strict: bool
+    ladder: Ladder
+    values: Mapping[str, Any] = field(repr=False)
+    """Everything, defaults included, as nested plain values."""
+    origins: Mapping[str, Origin] = field(repr=False)
+    """Dotted key of each leaf of ``values`` -> where it came from. A list is one leaf."""
+
+
+def load(conf: str, *, more: Sequence[str] = (), overrides: Sequence[str] = (), cwd: Path | None = None,
+         ladder_class: type[Any] | None = None) -> Config:  # fmt: skip
+    """Read a configuration: defaults < its bases, left to right < the file itself < ``more`` < ``overrides``.
+
+    Args:
+        conf: a path (contains ``/`` or ends in ``.yaml``) or a shipped name.
+        more: patches, by path or shipped name; they have no ``base``.
+        overrides: ``key=value`` arguments, several to an argument where commas part them.
+        cwd: where relative paths start; default: the working directory.
+        ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
+
+    Raises:
+        ConfigError: whatever is wrong, with file, line and full key.
+    """
+    cwd = cwd or Path.cwd()
+    files = file_layers(conf, cwd)
+    layers = [*files, *(patch_layer(text, cwd) for text in more), *override_layers(overrides)]
+    return _assemble(layers, safe_name(Path(conf).stem), _recipe_layer(files), ladder_class)
+
+
+def from_callback(config: str | os.PathLike[str] | Mapping[str, Any] | None,
+                  ladder_class: type[Any] | None = None) -> tuple[Config, tuple[str, ...]]:  # fmt: skip
+    """The configuration of ``FastLoop(config)``, and the sections in it that a callback ignores.
+
+    Args:
+        config: None (defaults: only watch), a shipped name or a path, or a mapping shaped like the YAML.
+        ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    cwd = Path.cwd()
+    if config is None:
+        name, layers = "fastloop", []
+    elif isinstance(config, Mapping):
+        name, layers = "dict", dict_layers(config, cwd)
+    else:
+        text = config if isinstance(config, str) else os.path.abspath(config)
+        name, layers = safe_name(Path(text).stem), file_layers(text, cwd)
+    ignored = tuple(key for key in NOT_FOR_CALLBACKS if any(key in layer.marked.value for layer in layers))
+    return _assemble(layers, name, None, ladder_class, ignored), ignored
+
+
+def to_yaml(config: Config) -> str:
+    """All values as YAML, secrets masked."""
+    return dump_yaml(escape(_masked(config)))
+
+
+def show(config: Config) -> list[tuple[str, Any, Origin]]:
+    """Key, value and origin of every leaf; secrets masked."""
+    return [(".".join(path), value, config.origins[".".join(path)]) for path, value in flatten(_masked(config))]
+
+
+def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
+    """Key and both values of every leaf that differs, `ABSENT` where there is none; secrets masked."""
+    clear_a, clear_b = dict(flatten(a.values)), dict(flatten(b.values))
+    shown_a, shown_b = dict(flatten(_masked(a))), dict(flatten(_masked(b)))
+    # By their text, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all of them.
+    differing = [path for path in {**clear_a, **clear_b}
+                 if (path in clear_a) != (path in clear_b) or repr(clear_a[path]) != repr(clear_b[path])]  # fmt: skip
+    return [(".".join(path), shown_a.get(path, ABSENT), shown_b.get(path, ABSENT)) for path in differing]
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """What was written on top of the defaults and the recipe's own YAML, nested; secrets masked."""
+    return nest({path: Leaf(value, origin) for path, value in flatten(_masked(config))
+                 if (origin := config.origins[".".join(path)]) != DEFAULT
+                 and origin.file != config.recipe_yaml})  # fmt: skip
+
+
+def _assemble(layers: Sequence[Layer], name: str, recipe: Layer | None, ladder_class: type[Any] | None,
+              ignored: Sequence[str] = ()) -> Config:  # fmt: skip
+    """Lay the layers over the defaults, resolve, check, and build the records."""
+    rungs = ladder_class or _ladder_class()
+    schema = {"recipe": dict, "run": RunSettings, "trainer": dict, "watch": WatchSettings, "strict": bool,
+              "rungs": rungs}  # fmt: skip
+    for layer in layers:
+        refuse_resolvers(layer.marked)
+        kept = {key: value for key, value in layer.marked.value.items() if key not in ignored}
+        check_keys(dataclasses.replace(layer.marked, value=kept), {"base": list, **schema})
+    defaults = _defaults(rungs)
+    leaves = resolve(merge([defaults.items(), *(marked_leaves(layer.marked) for layer in layers)]))
+    leaves = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
+    leaves.update((path, leaf) for path, leaf in defaults.items() if path[0] in ignored)
+    nested = nest(leaves)
+    values = {key: nested[key] for key in schema}
+    try:
+        return _build(values, {".".join(path): leaf.origin for path, leaf in leaves.items()}, rungs, name, recipe)
+    except ConfigError as error:
+        hide = Scrubber(values).text
+        raise ConfigError(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, Origin], rungs: type[Any], name: str,
+           recipe: Layer | None) -> Config:  # fmt: skip
+    run = build(RunSettings, values["run"], "run", origins)
+    watch = build(WatchSettings, values["watch"], "watch", origins)
+    strict = typed(values["strict"], bool, "strict", origins["strict"])
+    ladder = build(rungs, values["rungs"], "rungs", origins)
+    _check_trainer(values["trainer"], ladder, origins)
+    checked = {key: plain_values(dataclasses.asdict(record)) for key, record in
+               (("run", run), ("watch", watch), ("rungs", ladder))}  # fmt: skip
+    return Config(name=name, recipe_file=recipe.path.with_suffix(".py") if recipe and recipe.path else None,
+                  recipe_yaml=recipe.marked.file if recipe else None, recipe=values["recipe"], run=run,
+                  trainer=values["trainer"], watch=watch, strict=strict, ladder=ladder,
+                  values={**values, **checked}, origins=origins)  # fmt: skip
+
+
+def _defaults(rungs: type[Any]) -> Leaves:
+    values = {"recipe": {}, "run": dataclasses.asdict(RunSettings()), "trainer": {},
+              "watch": dataclasses.asdict(WatchSettings()), "strict": False,
+              "rungs": dataclasses.asdict(rungs())}  # fmt: skip
+    return {path: Leaf(value, DEFAULT) for path, value in flatten(plain_values(values))}
+
+
+def _ladder_class() -> type[Any]:
+    from fastloop.ladder import Ladder  # here, so that a configuration can be read against another ladder
+
+    return Ladder
+
+
+def _recipe_layer(files: Iterable[Layer]) -> Layer | None:
+    """The file deepest in the chain of bases that has a Python file beside it; of several as deep, the last."""
+    with_code = [layer for layer in files if layer.path and layer.path.with_suffix(".py").is_file()]
+    return max(reversed(with_code), key=lambda layer: layer.depth, default=None)
+
+
+def _check_trainer(trainer: Mapping[str, Any], ladder: Any, origins: Mapping[str, Origin]) -> None:
+    owned = dict(OWNED)
+    if getattr(getattr(ladder, "amp", None), "enabled", False):
+        owned["precision"] = ("rungs.amp is enabled and owns it", "write rungs.amp.mode, or delete this line")
+    for key in trainer:
+        if key in owned:
+            full = f"trainer.{key}"
+            origin = next(origin for name, origin in origins.items() if f"{name}.".startswith(f"{full}."))
+            raise fault(full, origin, *owned[key], value=trainer[key])
+
+
+def _masked(config: Config) -> Any:
+    return Scrubber(config.values).scrub(config.values)
+
+
+def _at_least(least: int, key: str, value: float) -> None:
+    if value < least:
+        raise ConfigError(key=key, got=f"{key}: {value}", why=f"it must be at least {least}",
+                          do=f"write {least} or more")  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a process can prove about itself: graphs captured, clocks, queues, datasets, dtypes."""

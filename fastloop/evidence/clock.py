@@ -1,0 +1,183 @@
+"""Step times on one clock: host marks and a chain of device events, without a synchronisation inside the window.
+
+A step runs from the moment the loop asks for its first batch to the moment it asks for the next step's. At each
+such boundary `p` the host notes `h_p` and the device will reach `d_p`. The device waits for data only where the host
+got the batch after the device had nothing left to do: `max(0, h_b - d_a)` for a fetch from `a` to `b`. Device times
+are brought to the host's clock by one synchronisation before the window. On the CPU both clocks are one.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+KEPT_STEPS = 10_000
+"""Step times kept for the quantiles: the latest ones."""
+
+now = time.perf_counter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What the clock measured between the first and the last boundary, in seconds."""
+
+    steps: int
+    batches: int
+    samples: int
+    wall_s: float
+    data_wait_s: float
+    """Time in which the device had nothing to do because a batch was not there."""
+    step_s: tuple[float, ...]
+    lead_s: float | None
+    step_samples: tuple[int, ...]
+
+
+class _Ring:
+    """The latest values, in fixed memory."""
+
+    def __init__(self, typecode: str) -> None:
+        self.values, self._next = array(typecode), 0
+
+    def add(self, value: float) -> None:
+        if len(self.values) < KEPT_STEPS:
+            self.values.append(value)
+        else:
+            self.values[self._next] = value
+            self._next = (self._next + 1) % KEPT_STEPS
+
+
+@dataclass
+class _Fetch:
+    asked: float
+    event: Any
+    boundary: bool
+    got: float = 0.0
+
+
+class Clock:
+    """Marks the loop calls, device or not. Not thread-safe; one per fit and rank.
+
+    Args:
+        device: where the steps run.
+        warmup_steps: optimizer steps before the window.
+        queued_batches: batches that loader and device queues can hold; as many pass before the window too.
+    """
+
+    def __init__(self, device: torch.device, warmup_steps: int, queued_batches: int = 0) -> None:
+        self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
+        self.total_steps = 0
+        self._batches_seen = 0
+        self._open = False
+        self._begun = False
+        self._boundary = True
+        self._pending: deque[_Fetch] = deque()
+        self._spare: list[Any] = []
+        self._fetch: _Fetch | None = None
+        self._steps = self._batches = self._samples = self._step_sample = 0
+        self._wait = 0.0
+        self._step_s, self._leads, self._step_samples = _Ring("d"), _Ring("d"), _Ring("q")
+        self._start = self._last_boundary = self._device_now = 0.0
+        self._last_event: Any = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the window has begun."""
+        return self._open
+
+    def ask(self) -> None:
+        """The loop asks for a batch."""
+        asked = now()
+        if not self._open:
+            if not self._boundary or not self._warm():
+                return
+            self._begin()
+            asked = self._start
+        boundary, self._boundary = self._boundary, False
+        self._fetch = _Fetch(asked, self._event(), boundary)
+
+    def got(self) -> None:
+        """The loop has its batch."""
+        if self._fetch is not None:
+            self._fetch.got = now()
+            self._pending.append(self._fetch)
+            self._fetch = None
+            self._harvest(wait=False)
+
+    def batch_done(self, samples: int | None, step_ends: bool) -> None:
+        """The loop is done with a batch, and with an optimizer step if `step_ends`."""
+        self._batches_seen += 1
+        if self._open:
+            self._batches += 1
+            self._step_sample += samples or 0
+        if step_ends:
+            self._boundary = True
+            self.total_steps += 1
+            if self._open:
+                self._samples += self._step_sample
+                self._step_samples.add(self._step_sample)
+                self._step_sample = 0
+
+    def close(self) -> Window | None:
+        """End the window (one synchronisation) and say what was measured; None where it never began."""
+        if not self._open:
+            return None
+        self._fetch = None
+        ended = now()
+        self._pending.append(_Fetch(ended, self._event(), boundary=self._boundary, got=ended))
+        self._harvest(wait=True)
+        self._open = False
+        leads = self._leads.values
+        return Window(
+            steps=self._steps, batches=self._batches, samples=self._samples, wall_s=self._last_boundary - self._start,
+            data_wait_s=self._wait, step_s=tuple(self._step_s.values), step_samples=tuple(self._step_samples.values),
+            lead_s=median(leads) if leads and self.device.type == "cuda" else None,
+        )  # fmt: skip
+
+    def _warm(self) -> bool:
+        return self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
+
+    def _begin(self) -> None:
+        self._open = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._last_event = self._event()
+        self._start = self._last_boundary = self._device_now = now()
+
+    def _event(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _harvest(self, wait: bool) -> None:
+        """Settle the marks the device has passed. Without `wait`, only those that cost no waiting."""
+        if wait and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
+            self._settle(self._pending.popleft())
+
+    def _settle(self, fetch: _Fetch) -> None:
+        if fetch.event is None:
+            self._device_now = fetch.asked
+        else:
+            # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
+            self._device_now += self._last_event.elapsed_time(fetch.event) / 1e3
+            self._spare.append(self._last_event)
+            self._last_event = fetch.event
+        if fetch.boundary:
+            if self._begun:
+                self._steps += 1
+                self._step_s.add(self._device_now - self._last_boundary)
+            else:
+                self._begun, self._start = True, self._device_now
+            self._last_boundary = self._device_now
+        self._leads.add(self._device_now - fetch.asked)
+        self._wait += max(0.0, fetch.got - self._device_now)
+

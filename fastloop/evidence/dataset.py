@@ -1,0 +1,176 @@
+"""What a dataset's objects and code say about moving it to worker processes. No sample is taken."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+from collections import deque
+from collections.abc import Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+_MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
+_HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
+_EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
+_DRAWS = frozenset({"random", "rand", "randn", "randint", "randrange", "randperm", "shuffle", "choice", "choices",
+                    "sample", "uniform", "normal", "gauss", "bernoulli", "multinomial", "default_rng",
+                    "RandomState", "rand_like", "randn_like"})  # fmt: skip
+_RANDOM_TRANSFORMS = ("Random", "ColorJitter", "AutoAugment", "RandAugment", "TrivialAugment", "AugMix", "MixUp",
+                      "CutMix", "ElasticTransform", "GaussianBlur", "GaussianNoise", "JPEG")  # fmt: skip
+_LIBRARIES = ("torch.", "torchvision.", "numpy", "builtins", "PIL", "collections", "functools", "pathlib")
+
+
+def walk(root: Any) -> Iterator[tuple[str, Any]]:
+    """Objects reachable from `root` through attributes and containers, breadth first, with their attribute paths."""
+    queue, seen = deque([("dataset", root, 0)]), set[int]()
+    while queue and len(seen) < _MOST_OBJECTS:
+        path, item, depth = queue.popleft()
+        if isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield path, item
+        if depth < _DEEPEST and not isinstance(item, torch.Tensor):
+            queue.extend((f"{path}{step}", member, depth + 1) for step, member in _members(item))
+
+
+def _members(item: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, Mapping):
+        members = [(f"[{key!r}]", value) for key, value in list(item.items())[:_MOST_MEMBERS]]
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        members = [(f"[{place}]", value) for place, value in enumerate(list(item)[:_MOST_MEMBERS])]
+    else:
+        try:
+            members = [(f".{name}", value) for name, value in vars(item).items()]
+        except TypeError:
+            members = []
+        if closure := getattr(item, "__closure__", None):
+            members += [(".<closure>", cell.cell_contents) for cell in closure if _filled(cell)]
+        if isinstance(item, torch.nn.Module):
+            members += [(f".{name}", child) for name, child in item.named_children()]
+    yield from members
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # reading an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def worker_hazards(dataset: Any) -> tuple[str, ...]:
+    """Why worker processes would break or change this dataset, each with the place it was seen."""
+    hazards = []
+    for path, item in walk(dataset):
+        if isinstance(item, torch.Tensor) and item.is_cuda:
+            hazards.append(f"{path} is a CUDA tensor, which a forked worker cannot use")
+        elif (handle := _handle(item)) is not None:
+            hazards.append(f"{path} is an open {handle} handle; open it in __getitem__ instead")
+        elif (state := _epoch_state(item)) is not None:
+            hazards.append(f"{path}{state} changes between epochs or samples, and workers hold copies of it")
+    return tuple(hazards)
+
+
+def _handle(item: Any) -> str | None:
+    kind = type(item)
+    package = (kind.__module__ or "").split(".")[0]
+    if package in _HANDLE_MODULES:
+        return package
+    # lmdb's C types say they live in builtins.
+    return "lmdb" if kind.__module__ == "builtins" and kind.__name__ in ("Environment", "Transaction") else None
+
+
+def _epoch_state(item: Any) -> str | None:
+    if not hasattr(type(item), "__getitem__") or _of_library(item):
+        return None
+    if callable(getattr(item, "set_epoch", None)):
+        return ".set_epoch()"
+    for name in _EPOCH_NAMES:
+        if name in getattr(item, "__dict__", {}):
+            return f".{name}"
+    counter = _counter_in(type(item).__getitem__)
+    return f".{counter}" if counter else None
+
+
+def _counter_in(function: Any) -> str | None:
+    """The attribute that `self.x += …` counts up in a function, if its source can be read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
+            if isinstance(node.target.value, ast.Name) and node.target.value.id == "self":
+                return node.target.attr
+    return None
+
+
+def draws_random(*roots: Any) -> tuple[str, ...]:
+    """Names of transforms and functions reachable from the dataset that draw random numbers, as their code shows."""
+    found: dict[str, None] = {}
+    for root in roots:
+        for _, item in walk(root):
+            if (name := _draws(item)) is not None:
+                found[name] = None
+    return tuple(found)
+
+
+def _draws(item: Any) -> str | None:
+    kind = type(item)
+    if inspect.isfunction(item):
+        return item.__qualname__.split(".")[-1] if _names_draw(item.__code__) else None
+    if kind.__name__.startswith(_RANDOM_TRANSFORMS):
+        return kind.__name__
+    if _of_library(item):
+        return None
+    for name in ("__getitem__", "__getitems__", "__call__", "forward", "transform"):
+        method = inspect.unwrap(getattr(kind, name, None)) if hasattr(kind, name) else None
+        if inspect.isfunction(method) and _names_draw(method.__code__):
+            return f"{kind.__name__}.{name}"
+    return None
+
+
+def _names_draw(code: Any) -> bool:
+    return bool(_DRAWS.intersection(code.co_names)) or any(
+        _names_draw(const) for const in code.co_consts if inspect.iscode(const)
+    )
+
+
+def _of_library(item: Any) -> bool:
+    return f"{type(item).__module__}.".startswith(_LIBRARIES)
+
+
+class _Sink(io.RawIOBase):
+    """Swallows what is written, so that trying to pickle costs no memory."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def unpicklable(root: Any, name: str = "dataset") -> str | None:
+    """Attribute path of the innermost thing that cannot be pickled, or None where all can."""
+    if _pickles(root):
+        return None
+    path, item = name, root
+    for _ in range(_DEEPEST):
+        bad = next(((step, member) for step, member in _members(item) if not _pickles(member)), None)
+        if bad is None:
+            break
+        path, item = f"{path}{bad[0]}", bad[1]
+    return f"{path} ({getattr(item, '__qualname__', type(item).__name__)})"
+
+
+def _pickles(item: Any) -> bool:
+    try:
+        ForkingPickler(_Sink()).dump(item)  # type: ignore[arg-type]
+    except Exception:  # whatever a __reduce__ raises means: no
+        return False
+    return True

@@ -1,0 +1,28 @@
+"""How full a loader's queue is and how many of its workers live. Reads torch's own fields, each behind a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def live_workers(iterator: Any) -> int | None:
+    """Living worker processes of a DataLoader iterator; 0 for a single-process one, None where it cannot be told."""
+    workers = getattr(iterator, "_workers", None)
+    if workers is not None:
+        return sum(worker.is_alive() for worker in workers)
+    return 0 if hasattr(iterator, "_dataset_fetcher") else None
+
+
+def batches_ready(iterator: Any) -> int | None:
+    """Batches that wait, finished, in a multi-process DataLoader iterator; None where it cannot be told.
+
+    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_task_info` holds early arrivals,
+    `_data_queue` those the pin thread or the workers have delivered.
+    """
+    if live_workers(iterator) == 0:
+        return 0
+    try:
+        early = sum(len(info) == 2 for info in iterator._task_info.values())
+        return early + int(iterator._data_queue.qsize())
+    except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
+        return None

@@ -1,0 +1,1 @@
+"""What the data rungs hand out: cloned loaders, device feeds, merged windows, pieces of a batch."""

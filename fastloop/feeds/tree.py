@@ -1,0 +1,67 @@
+"""Walk the nested containers a batch is made of: mappings, lists, tuples, named tuples, dataclasses, tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a batch, depth first."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors(getattr(batch, field.name))
+
+
+def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with `change` applied to each direct member.
+
+    Raises:
+        TypeError: a mapping or dataclass of a kind that cannot be built from its members.
+    """
+    if isinstance(batch, Mapping):
+        members = {key: change(value) for key, value in batch.items()}
+        return members if type(batch) is dict else type(batch)(members)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(change(value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(change(value) for value in batch)
+    return dataclasses.replace(batch, **{field.name: change(getattr(batch, field.name))
+                                         for field in dataclasses.fields(batch)})  # fmt: skip
+
+
+def is_container(batch: Any) -> bool:
+    """Whether `rebuild` knows how to take it apart."""
+    return isinstance(batch, (Mapping, list, tuple)) or (
+        dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+    )
+
+
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with every tensor changed; anything that is no container is handed through."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if not is_container(batch):
+        return batch
+    return rebuild(batch, lambda member: map_tensors(member, change))
+
+
+def samples(batch: Any) -> int | None:
+    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else None
+    for tensor in tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    return None

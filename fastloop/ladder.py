@@ -1,0 +1,114 @@
+"""The ladder: which rungs there are, in which order they are planned, and how their wants become one plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.records import Change, Facts, Measurement, Plan, Step, Verdict
+from fastloop.rungs.amp import Amp
+from fastloop.rungs.batch import Batch
+from fastloop.rungs.compile import Compile
+from fastloop.rungs.fused import Fused
+from fastloop.rungs.layout import Layout
+from fastloop.rungs.overlap import Overlap
+from fastloop.rungs.pin import Pin
+from fastloop.rungs.prefetch import Prefetch
+from fastloop.rungs.workers import Workers
+
+
+class Rung(Protocol):
+    """What a rung is: settings, a pure plan, and a verdict from evidence."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    def plan(self, facts: Facts) -> Change:
+        """What this rung wants given the facts; raises NotApplicable with the reason where it cannot apply."""
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Whether the rung took, from the measurement's evidence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
+
+    workers: Workers = Workers()
+    pin: Pin = Pin()
+    prefetch: Prefetch = Prefetch()
+    batch: Batch = Batch()
+    amp: Amp = Amp()
+    layout: Layout = Layout()
+    fused: Fused = Fused()
+    compile: Compile = Compile()
+    overlap: Overlap = Overlap()
+
+    def rungs(self) -> Iterator[tuple[str, Rung]]:
+        """Name and settings of every rung, in order."""
+        for field in dataclasses.fields(self):
+            yield field.name, getattr(self, field.name)
+
+    def enabled(self) -> tuple[str, ...]:
+        """Names of the rungs that are switched on."""
+        return tuple(name for name, rung in self.rungs() if rung.enabled)
+
+
+def plan(ladder: Ladder, facts: Facts) -> Plan:
+    """All wants of all enabled rungs, merged. Pure.
+
+    Raises:
+        ConfigError: two rungs want the same key.
+    """
+    steps: list[Step] = []
+    owners: dict[str, str] = {}
+    for name, rung in ladder.rungs():
+        if not rung.enabled:
+            continue
+        step = _plan_one(name, rung, facts)
+        for key in _keys(step):
+            if key in owners:
+                raise ConfigError(got=f"rungs `{owners[key]}` and `{name}` both set {key}",
+                                  why="a setting has one owner", do="turn one of the two off")  # fmt: skip
+            owners[key] = name
+        facts = facts.after(step.change.facts)
+        steps.append(step)
+    return Plan(steps=tuple(steps))
+
+
+def _plan_one(name: str, rung: Rung, facts: Facts) -> Step:
+    try:
+        change = rung.plan(facts)
+    except NotApplicable as reason:
+        return Step(rung=name, status="skipped", reason=str(reason))
+    if change.waits_for:
+        return Step(rung=name, status="waiting", change=change, reason=f"waits for {change.waits_for}")
+    return Step(rung=name, status="planned", change=change)
+
+
+def _keys(step: Step) -> list[str]:
+    if step.status != "planned":
+        return []
+    return [*step.change.wants, *(key for action in step.change.actions for key in action.keys)]
+
+
+def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]:
+    """One verdict per enabled rung: a skipped rung did not take, for the reason the plan gives."""
+    verdicts = []
+    for step in plan.steps:
+        if step.status == "planned":
+            verdict = getattr(ladder, step.rung).verify(seen)
+        else:
+            verdict = Verdict(took=False, why=step.reason or "not planned")
+        verdicts.append(dataclasses.replace(verdict, rung=step.rung, parity_class=step.change.parity))
+    return tuple(verdicts)
+
+
+def manual(name: str) -> str:
+    """The manual page of a rung: its module's docstring."""
+    module = inspect.getmodule(type(getattr(Ladder(), name)))
+    return inspect.getdoc(module) or ""

@@ -1,0 +1,1 @@
+"""Records to text and files. Computes nothing; imports neither torch nor Lightning."""

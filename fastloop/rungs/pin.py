@@ -1,0 +1,45 @@
+"""Put batches into page-locked host memory before they go to the device.
+
+Faster because  the copy engine reads pinned memory directly (55 GB/s against 10 GB/s pageable on our H200) and alone.
+Costs           pinned host memory for the batches in flight; one thread in the training process.
+Don't use when  there is no CUDA device, or the batches are made on the device.
+Evidence        share of the batch's tensors that were pinned when they left for the device
+Source          https://docs.pytorch.org/docs/stable/data.html#memory-pinning
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastloop.errors import NotApplicable
+from fastloop.records import Change, Facts, Measurement, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """The loader's own ``pin_memory``, for CUDA runs."""
+
+    enabled: bool = False
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for ``pin_memory`` where it can have an effect and is not on already."""
+        if facts.device != "cuda":
+            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where nothing is copied from pinned memory")
+        if facts.loader is None:
+            return Change(waits_for="the train loader")
+        if not facts.loader.is_dataloader:
+            raise NotApplicable(f"{facts.loader.kind} is not a DataLoader: pin its batches where they are made")
+        if facts.loader.pin_memory:
+            raise NotApplicable("the loader already pins its memory")
+        return Change(wants={"loader.pin_memory": True})
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when tensors arrived pinned; a custom batch type without ``pin_memory()`` has none."""
+        evidence = seen.evidence.get("pin", {})
+        if "pinned_tensors" not in evidence:
+            return Verdict(took=None, why="no batch was seen on its way to the device")
+        pinned, total = evidence["pinned_tensors"], evidence["tensors"]
+        if not pinned:
+            return Verdict(took=False, why=f"no effect: none of the {total} tensors of a {evidence['batch_type']} was"
+                                           " pinned; a custom batch type needs a pin_memory() method")  # fmt: skip
+        return Verdict(took=True, why=f"{pinned} of {total} tensors of each batch came pinned")

@@ -1,0 +1,234 @@
+"""The schema is the dataclasses: keys are their fields, types their annotations. Nothing is converted silently.
+
+``build`` makes records from plain values. Text is never taken for a number or a boolean; the only conversions are an
+integer where a float is wanted and a list where a tuple is wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from fastloop.errors import ConfigError
+from fastloop.secrets import MASK, is_secret, mask
+from fastloop.yamlfile import KeyPath, Marked, Origin, plain
+
+T = TypeVar("T")
+
+_NAMES: Mapping[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text",
+                             types.NoneType: "null"}  # fmt: skip
+_PLURALS: Mapping[Any, str] = {bool: "booleans", int: "integers", float: "numbers", str: "texts"}
+_IS: Mapping[type, str] = {bool: "a boolean", int: "an integer", float: "a float", str: "text",
+                           types.NoneType: "no value", list: "a list", dict: "a mapping"}  # fmt: skip
+_TRUE = ("yes", "y", "on", "true", "1")
+_FALSE = ("no", "n", "off", "false", "0")
+
+
+def check_keys(marked: Marked, schema: Mapping[str, Any]) -> None:
+    """Refuse unknown keys, and single values where a section belongs.
+
+    Args:
+        marked: one layer.
+        schema: what may stand at the top: a dataclass (its fields, and nothing else, stand below it), ``dict`` (a
+            section with any keys) or the type of a value.
+
+    Raises:
+        ConfigError: with file, line, full key and the nearest key there is.
+    """
+    _check_section(marked.value, schema, (), marked)
+
+
+def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
+    """The record with these values, records inside records included.
+
+    Args:
+        record: a dataclass.
+        values: a value for each of its fields.
+        key: full key of the section, for messages.
+        origins: full key of each leaf -> where its value came from.
+
+    Raises:
+        ConfigError: a value of another type, or one that the record itself refuses; with file, line and full key.
+    """
+    fields: dict[str, Any] = {}
+    for name, kind in fields_of(record).items():
+        full, value = f"{key}.{name}", values[name]
+        inner = dataclasses.is_dataclass(kind)
+        fields[name] = build(kind, value, full, origins) if inner else typed(value, kind, full, origins[full])
+    try:
+        return record(**fields)
+    except ConfigError as error:
+        raise _located(error, key, origins) from None
+
+
+def typed(value: Any, kind: Any, key: str, origin: Origin) -> Any:
+    """The value as the annotation wants it; raises ConfigError where it is of another type."""
+    try:
+        return _read(value, kind)
+    except TypeError:
+        pass
+    wanted = _describe(kind)
+    if is_secret(key):
+        raise fault(key, origin, f"it must be {wanted}", f"write {wanted}", value=value)
+    raise fault(key, origin, f"it must be {wanted}; {_verdict(value, kind)}", f"write {_instead(value, kind)}",
+                value=value)  # fmt: skip
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Field names of a dataclass with their types."""
+    hints = typing.get_type_hints(record)
+    return {field.name: hints[field.name] for field in dataclasses.fields(record)}
+
+
+_NOTHING = object()
+
+
+def fault(key: str, origin: Origin, why: str, do: str, *, value: Any = _NOTHING) -> ConfigError:
+    """The error for one key, with its value unless that is a secret."""
+    shown = "" if value is _NOTHING else f": {MASK if is_secret(key) else spell(mask(value))}"
+    return ConfigError(got=f"{key}{shown} ({origin})", why=why, do=do, key=key)
+
+
+def spell(value: Any) -> str:
+    """A value as YAML writes it, cut to one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _check_section(values: Mapping[str, Any], schema: Mapping[str, Any], path: KeyPath, marked: Marked) -> None:
+    for key, value in values.items():
+        here = (*path, key)
+        full, origin = ".".join(here), marked.origin(here)
+        if key not in schema:
+            raise _unknown(key, schema, path, origin)
+        kind = schema[key]
+        section = kind is dict or dataclasses.is_dataclass(kind)
+        if section and not isinstance(value, dict):
+            example = next((f"{name}: …" for name in ([] if kind is dict else fields_of(kind))), "key: …")
+            raise fault(full, origin, f"{full} is a section with keys of its own; {_verdict(value, kind)}",
+                        f"write {key}: {{{example}}}, or delete the line", value=value)  # fmt: skip
+        if not section and isinstance(value, dict):
+            raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
+        if dataclasses.is_dataclass(kind):
+            _check_section(value, fields_of(kind), here, marked)
+
+
+def _unknown(key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin) -> ConfigError:
+    where = ".".join(path) or "a configuration"
+    home = [name for name, kind in schema.items() if dataclasses.is_dataclass(kind) and key in fields_of(kind)]
+    near = ["enabled"] if key == "on" and "enabled" in schema else difflib.get_close_matches(key, schema, n=1)
+    if home:
+        do = f"write {'.'.join([*path, home[0], key])}"
+    else:
+        do = f"write {near[0]}" if near else "write one of these, or delete the line"
+    return fault(".".join([*path, key]), origin, f"{where} has no key {key}; it has {', '.join(schema)}", do)
+
+
+def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
+    """A record's own complaint, with the full key and the place where the value was written."""
+    said = error.key or section
+    inside = [key for key in origins if key.startswith(f"{section}.")]
+    full = next((key for key in inside if f".{key}".endswith(f".{said}")), section)
+    got = error.got
+    if full not in got:
+        got = got.replace(said, full, 1) if said in got else f"{full}: {got}"
+    place = f" ({origins[full]})" if full in origins else ""
+    return ConfigError(got=f"{got}{place}", why=error.why, do=error.do, key=full)
+
+
+def _read(value: Any, kind: Any) -> Any:
+    """The value where the type accepts it, else TypeError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in arguments):
+            return value
+    elif origin is tuple and isinstance(value, list):
+        kinds = arguments[:1] * len(value) if arguments[-1:] == (...,) else arguments
+        if len(kinds) == len(value):
+            return tuple(_read(item, each) for item, each in zip(value, kinds, strict=True))
+    elif origin in (typing.Union, types.UnionType):
+        return _read_any(value, arguments)
+    elif kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    elif type(value) is kind and kind is not float:
+        return value
+    raise TypeError
+
+
+def _read_any(value: Any, kinds: Iterable[Any]) -> Any:
+    if isinstance(value, str) and {int, float} & set(kinds) and _number(value) is not None:
+        raise TypeError  # where a number may stand, 08 is a number gone wrong even if text may stand there too
+    for kind in kinds:
+        try:
+            return _read(value, kind)
+        except TypeError:
+            continue
+    raise TypeError
+
+
+def _describe(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return repr(arguments[0]) if len(arguments) == 1 else f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        count = "" if arguments[-1:] == (...,) else f"{len(arguments)} "
+        return f"a list of {count}{_PLURALS.get(arguments[0], 'values')}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(each) for each in arguments).replace("true or false or", "true, false or")
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _verdict(value: Any, kind: Any) -> str:
+    """What is wrong with the value: that it is text, or that it is not among the words allowed."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{spell(value)} is not finite"
+    if isinstance(value, str) and _words(kind) and _number(value) is None:
+        return f"{spell(value)} is not"
+    return f"{spell(value)} is {_IS.get(type(value), type(value).__name__)}"
+
+
+def _instead(value: Any, kind: Any) -> str:
+    """What was probably meant, else what may be written."""
+    kinds = _alternatives(kind)
+    word = str(value).lower()
+    if bool in kinds and word in (*_TRUE, *_FALSE):
+        return "true" if word in _TRUE else "false"
+    meant = _number(str(value)) if isinstance(value, (str, float)) else None
+    if meant is not None and (float in kinds or (int in kinds and meant == int(meant))):
+        unquoted = ", without quotes" if isinstance(value, str) and plain(value) == meant else ""
+        return f"{meant if float in kinds else int(meant)}{unquoted}"
+    words = _words(kind)
+    near = [each for each in words if word and each.startswith(word)] or difflib.get_close_matches(word, words, n=1)
+    if near:
+        return near[0]
+    if str in kinds and isinstance(value, (bool, int, float)):
+        return f'"{spell(value)}", in quotes'
+    return _describe(kind)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _words(kind: Any) -> list[str]:
+    """The words a type allows by name."""
+    literals = [typing.get_args(each) for each in _alternatives(kind) if typing.get_origin(each) is Literal]
+    return [str(choice) for choices in literals for choice in choices]
+
+
+def _number(text: str) -> int | float | None:
+    """The number that a text was meant to be: ``08``, ``1_000``, ``0x1F``, or one in quotes."""
+    for read in (int, lambda text: int(text, 0), float):
+        try:
+            number: int | float = read(text)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else None
+    return None

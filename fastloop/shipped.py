@@ -1,0 +1,74 @@
+"""Names of what fastloop ships (recipes, ladders, climbs, rungs), the files behind them, and safe names for runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import unicodedata
+from pathlib import Path
+from typing import Literal, get_args
+
+from fastloop.errors import ConfigError
+
+Kind = Literal["recipes", "ladders", "climbs", "rungs"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""In the order in which a name is looked up."""
+
+
+def shipped_root() -> Path:
+    """The folder that holds ``recipes/`` and ``configs/``: inside the package in a wheel, the repository in a clone."""
+    packed = Path(__file__).parent / "_shipped"
+    return packed if packed.is_dir() else Path(__file__).parent.parent
+
+
+def shipped(kind: Kind) -> dict[str, Path]:
+    """YAML files of one kind by name, sorted."""
+    folder = shipped_root() / ("recipes" if kind == "recipes" else f"configs/{kind}")
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def is_path(text: str) -> bool:
+    """Whether the text means a file (``./x``, ``a/b``, ``x.yaml``) and not a shipped name."""
+    return "/" in text or os.sep in text or text.endswith((".yaml", ".yml"))
+
+
+def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
+    """The file behind a path or a shipped name.
+
+    Args:
+        text: what was written.
+        folder: where relative paths start: the folder of the file that says it, or the working directory.
+        got: the first part of the error message, with file and line.
+        chain: how we came here, for the error message.
+
+    Raises:
+        ConfigError: no such file, or no such name; with the names there are and the nearest one.
+    """
+    if is_path(text):
+        path = Path(os.path.abspath(folder / Path(text).expanduser()))
+        if path.is_file():
+            return path
+        raise ConfigError(got=got, why=f"there is no such file{chain}",
+                          do=f"check the path; it starts at {folder}")  # fmt: skip
+    names = {kind: shipped(kind) for kind in KINDS}
+    for kind in KINDS:
+        if text in names[kind]:
+            return names[kind][text]
+    known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
+    raise ConfigError(got=got, why=f"no recipe, ladder, climb or rung has this name{chain}; there are {known}",
+                      do=_instead(text, folder, [name for kind in KINDS for name in names[kind]]))  # fmt: skip
+
+
+def _instead(text: str, folder: Path, names: list[str]) -> str:
+    if (folder / f"{text}.yaml").is_file():
+        return f"write {text}.yaml; a file needs its ending"
+    near = difflib.get_close_matches(text, names, n=1)
+    return f"write {near[0]}" if near else "write one of these names, or a path that ends in .yaml"
+
+
+def safe_name(text: str) -> str:
+    """A text as a file name that stays where it is put: ASCII letters, digits, ``.``, ``_`` and ``-``; at most 80."""
+    ascii_only = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_only).strip("-._")[:80].rstrip("-._") or "run"

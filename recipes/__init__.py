@@ -1,0 +1,1 @@
+"""Plain Lightning code as a beginner writes it, with no speed code in it: the baselines that fastloop makes faster."""
