@@ -30,10 +30,10 @@ from fastloop.layers import (
     patch_layer,
     plain_values,
 )
-from fastloop.schema import build, check_keys, fault, typed
+from fastloop.schema import build, check_keys, fault, first_origin, typed
 from fastloop.secrets import Scrubber
 from fastloop.shipped import safe_name, shipped, shipped_root
-from fastloop.yamlfile import Origin, dump_yaml
+from fastloop.yamlfile import Marked, Origin, dump_yaml
 
 if TYPE_CHECKING:
     from fastloop.ladder import Ladder
@@ -159,7 +159,7 @@ def from_callback(config: str | os.PathLike[str] | Mapping[str, Any] | None,
     elif isinstance(config, Mapping):
         name, layers = "dict", dict_layers(config, cwd)
     else:
-        text = config if isinstance(config, str) else os.path.abspath(config)
+        text = config if isinstance(config, str) else str(Path(config).absolute())
         name, layers = safe_name(Path(text).stem), file_layers(text, cwd)
     ignored = tuple(key for key in NOT_FOR_CALLBACKS if any(key in layer.marked.value for layer in layers))
     return _assemble(layers, name, None, ladder_class, ignored), ignored
@@ -196,23 +196,31 @@ def _assemble(layers: Sequence[Layer], name: str, recipe: Layer | None, ladder_c
               ignored: Sequence[str] = ()) -> Config:  # fmt: skip
     """Lay the layers over the defaults, resolve, check, and build the records."""
     rungs = ladder_class or _ladder_class()
-    schema = {"recipe": dict, "run": RunSettings, "trainer": dict, "watch": WatchSettings, "strict": bool,
-              "rungs": rungs}  # fmt: skip
-    for layer in layers:
-        refuse_resolvers(layer.marked)
-        kept = {key: value for key, value in layer.marked.value.items() if key not in ignored}
-        check_keys(dataclasses.replace(layer.marked, value=kept), {"base": list, **schema})
-    defaults = _defaults(rungs)
-    leaves = resolve(merge([defaults.items(), *(marked_leaves(layer.marked) for layer in layers)]))
-    leaves = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
-    leaves.update((path, leaf) for path, leaf in defaults.items() if path[0] in ignored)
-    nested = nest(leaves)
-    values = {key: nested[key] for key in schema}
+    secrets = [layer.marked.value for layer in layers]
     try:
-        return _build(values, {".".join(path): leaf.origin for path, leaf in leaves.items()}, rungs, name, recipe)
+        for layer in layers:
+            _check_layer(layer.marked, rungs, ignored)
+        leaves = _lay(layers, _defaults(rungs), ignored)
+        nested = nest(leaves)
+        secrets.append(nested)
+        origins = {".".join(path): leaf.origin for path, leaf in leaves.items()}
+        return _build({key: nested[key] for key in _schema(rungs)}, origins, rungs, name, recipe)
     except ConfigError as error:
-        hide = Scrubber(values).text
+        hide = Scrubber(*secrets).text
         raise ConfigError(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
+
+
+def _lay(layers: Iterable[Layer], defaults: Leaves, ignored: Sequence[str]) -> Leaves:
+    """The layers over the defaults, resolved. Ignored sections can be referred to, then go back to their defaults."""
+    leaves = resolve(merge([defaults.items(), *(marked_leaves(layer.marked) for layer in layers)]))
+    kept = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
+    return kept | {path: leaf for path, leaf in defaults.items() if path[0] in ignored}
+
+
+def _check_layer(layer: Marked, rungs: type[Any], ignored: Sequence[str]) -> None:
+    refuse_resolvers(layer)
+    kept = {key: value for key, value in layer.value.items() if key not in ignored}
+    check_keys(kept, {"base": list, **_schema(rungs)}, layer.origin)
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, Origin], rungs: type[Any], name: str,
@@ -230,10 +238,14 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, Origin], rungs: type
                   values={**values, **checked}, origins=origins)  # fmt: skip
 
 
+def _schema(rungs: type[Any]) -> dict[str, Any]:
+    """What may stand at the top of a configuration, in the order in which it is written."""
+    return {"recipe": dict, "run": RunSettings, "trainer": dict, "watch": WatchSettings, "strict": bool, "rungs": rungs}
+
+
 def _defaults(rungs: type[Any]) -> Leaves:
-    values = {"recipe": {}, "run": dataclasses.asdict(RunSettings()), "trainer": {},
-              "watch": dataclasses.asdict(WatchSettings()), "strict": False,
-              "rungs": dataclasses.asdict(rungs())}  # fmt: skip
+    values = {key: kind() if kind in (dict, bool) else dataclasses.asdict(kind())
+              for key, kind in _schema(rungs).items()}  # fmt: skip
     return {path: Leaf(value, DEFAULT) for path, value in flatten(plain_values(values))}
 
 
@@ -256,8 +268,7 @@ def _check_trainer(trainer: Mapping[str, Any], ladder: Any, origins: Mapping[str
     for key in trainer:
         if key in owned:
             full = f"trainer.{key}"
-            origin = next(origin for name, origin in origins.items() if f"{name}.".startswith(f"{full}."))
-            raise fault(full, origin, *owned[key], value=trainer[key])
+            raise fault(full, first_origin(full, origins), *owned[key], value=trainer[key])
 
 
 def _masked(config: Config) -> Any:

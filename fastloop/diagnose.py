@@ -21,14 +21,15 @@ def findings(seen: Measurement, enabled: tuple[str, ...] = ()) -> tuple[Finding,
     step, wait = seen.step_ms.get("mean"), seen.parts_ms.get("data_wait")
     if not step or wait is None:
         return (Finding(bottleneck="none", share_pct=None, why=_too_short(seen)),)
-    share = 100 * wait / step
+    share = min(100.0, 100 * wait / step)
     if share < WORTH_NAMING_PCT:
-        return (Finding(bottleneck="none", share_pct=None,
-                        why=f"no bottleneck that this version can name: waiting for data is {share:.1f} % of the step"),)  # fmt: skip
+        why = f"no bottleneck that this version can name: waiting for data is {share:.1f} % of the step"
+        return (Finding(bottleneck="none", share_pct=None, why=why),)
     patch, advice = _data_patch(seen.evidence.get("loader", {}), enabled)
     device = "GPU" if seen.device == "cuda" else "device"
-    why = f"the {device} had nothing to do for {wait:.1f} of {step:.1f} ms a step: the next batch was not there; {advice}"
-    return (Finding(bottleneck="data_wait", share_pct=share, why=why, patch=patch, ceiling_gain_pct=_serial_gain(share)),)
+    idle = f"the {device} had nothing to do for {wait:.1f} of {step:.1f} ms a step: the next batch was not there"
+    return (Finding(bottleneck="data_wait", share_pct=share, why=f"{idle}; {advice}", patch=patch,
+                    ceiling_gain_pct=_serial_gain(share)),)
 
 
 def _serial_gain(share_pct: float) -> float | None:
@@ -51,4 +52,5 @@ def _data_patch(loader: Mapping[str, Any], enabled: tuple[str, ...]) -> tuple[Ma
         return None, "no rung helps: this loader is not a DataLoader; make its batches ahead of need"
     if workers == 0:
         return None, "no rung helps: an iterable dataset has to be sharded by its owner before it can have workers"
-    return None, f"no rung of this version helps: {workers} workers on {cpus} CPUs are not enough; cheapen the transforms"
+    advice = f"{workers} workers on {cpus} CPUs are not enough; cheapen the transforms"
+    return None, f"no rung of this version helps: {advice}"

@@ -1,5 +1,7 @@
 """The ladder: which rungs there are, in which order they are planned, and how their wants become one plan."""
 
+# ruff: noqa: RUF009  # the rungs are frozen records, safe as shared defaults
+
 from __future__ import annotations
 
 import dataclasses

@@ -92,6 +92,8 @@ class Facts:
     automatic_optimization: bool = True
     reload_every_n_epochs: int = 0
     val_check_interval: int | float | None = 1.0
+    val_every_n_epochs: int | None = 1
+    """``check_val_every_n_epoch``; None: ``val_check_interval`` counts batches across epochs."""
     limit_train_batches: int | float | None = 1.0
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()

@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, cast
 
 from fastloop.errors import ConfigError
 from fastloop.secrets import MASK, is_secret, mask
-from fastloop.yamlfile import KeyPath, Marked, Origin, plain
+from fastloop.yamlfile import KeyPath, Origin, plain
 
 T = TypeVar("T")
 
@@ -29,18 +30,45 @@ _TRUE = ("yes", "y", "on", "true", "1")
 _FALSE = ("no", "n", "off", "false", "0")
 
 
-def check_keys(marked: Marked, schema: Mapping[str, Any]) -> None:
+def check_keys(values: Mapping[str, Any], schema: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin],
+               path: KeyPath = ()) -> None:  # fmt: skip
     """Refuse unknown keys, and single values where a section belongs.
 
     Args:
-        marked: one layer.
-        schema: what may stand at the top: a dataclass (its fields, and nothing else, stand below it), ``dict`` (a
-            section with any keys) or the type of a value.
+        values: nested plain values.
+        schema: what may stand there: a dataclass (its fields, and nothing else, stand below it), ``dict`` (a section
+            with any keys) or the type of a value.
+        origin_of: where a key was written.
+        path: where the values themselves stand.
 
     Raises:
         ConfigError: with file, line, full key and the nearest key there is.
     """
-    _check_section(marked.value, schema, (), marked)
+    for key, value in values.items():
+        here = (*path, key)
+        full, origin = ".".join(here), origin_of(here)
+        if key not in schema:
+            raise _unknown(key, schema, path, origin)
+        kind = schema[key]
+        section = kind is dict or dataclasses.is_dataclass(kind)
+        if section and not isinstance(value, dict):
+            example = "key" if kind is dict else next(iter(fields_of(kind)))
+            raise fault(full, origin, f"{full} is a section with keys of its own",
+                        f"write {key}: {{{example}: …}}, or delete the line", value=value)  # fmt: skip
+        if not section and isinstance(value, dict):
+            raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
+        if dataclasses.is_dataclass(kind):
+            check_keys(value, fields_of(kind), origin_of, here)
+
+
+def settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
+    """The record of a section that was read with any keys, such as ``recipe``: its keys are checked, then its types.
+
+    Raises:
+        ConfigError: as `check_keys` and `build`.
+    """
+    check_keys({key: values}, {key: record}, lambda path: first_origin(".".join(path), origins))
+    return build(record, values, key, origins)
 
 
 def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
@@ -48,7 +76,7 @@ def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping
 
     Args:
         record: a dataclass.
-        values: a value for each of its fields.
+        values: values for its fields; a field without one keeps its default.
         key: full key of the section, for messages.
         origins: full key of each leaf -> where its value came from.
 
@@ -57,9 +85,13 @@ def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping
     """
     fields: dict[str, Any] = {}
     for name, kind in fields_of(record).items():
-        full, value = f"{key}.{name}", values[name]
-        inner = dataclasses.is_dataclass(kind)
-        fields[name] = build(kind, value, full, origins) if inner else typed(value, kind, full, origins[full])
+        full = f"{key}.{name}"
+        if name not in values:
+            continue
+        if dataclasses.is_dataclass(kind):
+            fields[name] = build(cast("type[Any]", kind), values[name], full, origins)
+        else:
+            fields[name] = typed(values[name], kind, full, first_origin(full, origins))
     try:
         return record(**fields)
     except ConfigError as error:
@@ -85,39 +117,26 @@ def fields_of(record: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(record)}
 
 
+def first_origin(key: str, origins: Mapping[str, Origin]) -> Origin:
+    """The origin of a key, or of the first leaf below it."""
+    return next((origin for leaf, origin in origins.items() if f"{leaf}.".startswith(f"{key}.")), Origin("unknown"))
+
+
 _NOTHING = object()
 
 
 def fault(key: str, origin: Origin, why: str, do: str, *, value: Any = _NOTHING) -> ConfigError:
     """The error for one key, with its value unless that is a secret."""
-    shown = "" if value is _NOTHING else f": {MASK if is_secret(key) else spell(mask(value))}"
+    shown = "" if value is _NOTHING else f": {MASK if is_secret(key) else spell(value)}"
     return ConfigError(got=f"{key}{shown} ({origin})", why=why, do=do, key=key)
 
 
 def spell(value: Any) -> str:
-    """A value as YAML writes it, cut to one line."""
+    """A value without the secrets inside it. A long one is named, not cut: half a secret would escape the scrubbing."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def _check_section(values: Mapping[str, Any], schema: Mapping[str, Any], path: KeyPath, marked: Marked) -> None:
-    for key, value in values.items():
-        here = (*path, key)
-        full, origin = ".".join(here), marked.origin(here)
-        if key not in schema:
-            raise _unknown(key, schema, path, origin)
-        kind = schema[key]
-        section = kind is dict or dataclasses.is_dataclass(kind)
-        if section and not isinstance(value, dict):
-            example = next((f"{name}: …" for name in ([] if kind is dict else fields_of(kind))), "key: …")
-            raise fault(full, origin, f"{full} is a section with keys of its own; {_verdict(value, kind)}",
-                        f"write {key}: {{{example}}}, or delete the line", value=value)  # fmt: skip
-        if not section and isinstance(value, dict):
-            raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
-        if dataclasses.is_dataclass(kind):
-            _check_section(value, fields_of(kind), here, marked)
+    text = repr(mask(value))
+    return text if len(text) <= 80 else f"<{_IS.get(type(value), 'a value')} of {len(text)} characters>"
 
 
 def _unknown(key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin) -> ConfigError:
@@ -133,12 +152,13 @@ def _unknown(key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin)
 
 def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
     """A record's own complaint, with the full key and the place where the value was written."""
+    leaves = [key for key in origins if key.startswith(f"{section}.")]
+    known = [*leaves, *(leaf.rpartition(".")[0] for leaf in leaves)]
     said = error.key or section
-    inside = [key for key in origins if key.startswith(f"{section}.")]
-    full = next((key for key in inside if f".{key}".endswith(f".{said}")), section)
+    full = next((key for key in known if f".{key}".endswith(f".{said}")), section)
     got = error.got
     if full not in got:
-        got = got.replace(said, full, 1) if said in got else f"{full}: {got}"
+        got = got.replace(said, full, 1) if full.endswith(said) and said in got else f"{full}: {got}"
     place = f" ({origins[full]})" if full in origins else ""
     return ConfigError(got=f"{got}{place}", why=error.why, do=error.do, key=full)
 
@@ -155,7 +175,7 @@ def _read(value: Any, kind: Any) -> Any:
             return tuple(_read(item, each) for item, each in zip(value, kinds, strict=True))
     elif origin in (typing.Union, types.UnionType):
         return _read_any(value, arguments)
-    elif kind is float and type(value) in (int, float) and math.isfinite(value):
+    elif kind is float and type(value) in (int, float) and _finite(value):
         return float(value)
     elif type(value) is kind and kind is not float:
         return value
@@ -230,5 +250,10 @@ def _number(text: str) -> int | float | None:
             number: int | float = read(text)
         except ValueError:
             continue
-        return number if math.isfinite(number) else None
+        return number if _finite(number) else None
     return None
+
+
+def _finite(number: int | float) -> bool:
+    """Not math.isfinite, which overflows for integers beyond the floats."""
+    return abs(number) <= sys.float_info.max

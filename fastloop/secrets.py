@@ -87,6 +87,9 @@ def _hides(value: Any) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
+    """The texts a secret may show up as, as it is and as Python quotes it."""
     if isinstance(value, (list, tuple)):
         return [text for item in value for text in _texts(item)]
+    if isinstance(value, str):
+        return [value, repr(value)[1:-1]]
     return [str(value)] if _hides(value) else []

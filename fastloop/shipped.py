@@ -47,7 +47,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
         ConfigError: no such file, or no such name; with the names there are and the nearest one.
     """
     if is_path(text):
-        path = Path(os.path.abspath(folder / Path(text).expanduser()))
+        path = Path(os.path.abspath(folder / Path(text).expanduser()))  # noqa: PTH100 (resolve would follow links)
         if path.is_file():
             return path
         raise ConfigError(got=got, why=f"there is no such file{chain}",

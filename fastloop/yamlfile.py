@@ -184,12 +184,13 @@ class _Reader:
         for key_node, child in node.value:
             line = key_node.start_mark.line + 1
             key = self._key(key_node, path, line)
+            here = (*path, key)
             if key in seen:
-                raise ConfigError(got=f"{self._at((*path, key), line)}, first written on line {seen[key]}",
+                raise ConfigError(got=f"{self._at(here, line)}, first written on line {seen[key]}",
                                   why="a key has one value; with two, one would silently win",
                                   do="delete one of the two lines")  # fmt: skip
             seen[key] = line
-            self.lines[(*path, key)] = line
+            self.lines[here] = line
             yield key, child
 
     def _key(self, node: Any, path: KeyPath, line: int) -> str:

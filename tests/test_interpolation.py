@@ -108,7 +108,7 @@ def test_a_key_that_names_a_resolver_is_only_a_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FASTLOOP_TEST", "leaked")
     values = {"a": "${${b}}", "b": "oc.env:FASTLOOP_TEST"}
     refuse_resolvers(layer(values))
-    with pytest.raises(ConfigError, match="there is no key oc.env:FASTLOOP_TEST"):
+    with pytest.raises(ConfigError, match=r"there is no key oc\.env:FASTLOOP_TEST"):
         resolve(leaves_of(values))
 
 

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from fastloop.errors import ConfigError
-from fastloop.layers import Layer, as_patch, dict_layers, file_layers, marked_leaves, merge, nest, override_layers, patch_layer
+from fastloop.layers import (
+    Layer,
+    as_patch,
+    dict_layers,
+    file_layers,
+    marked_leaves,
+    merge,
+    nest,
+    override_layers,
+    patch_layer,
+)
 
 
 def write(folder: Path, **files: str) -> None:

@@ -167,7 +167,12 @@ TOP = ("a configuration is a mapping; this is something else", "write keys with 
         ("a: &x [*x]\n", "a (my.yaml:1)", *DEEP),
         (f"x: 1\na: {'[' * 60}{']' * 60}\n", "a (my.yaml:2)", *DEEP),
         (f"a: {'[' * 5000}", "my.yaml", *DEEP),
-        ("a: 1\n---\nb: 2\n", "my.yaml:2", "it is not YAML: a second document begins here", "keep one document in a file"),
+        (
+            "a: 1\n---\nb: 2\n",
+            "my.yaml:2",
+            "it is not YAML: a second document begins here",
+            "keep one document in a file",
+        ),
         ("a: b: c\n", "my.yaml:1", "it is not YAML: mapping values are not allowed here", OPEN),
         (
             "a: 1\n\tb: 2\n",
@@ -210,7 +215,23 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_what_is_dumped_is_read_back_unchanged(tmp_path: Path) -> None:
-    texts = ["yes", "08", "12:30", "1e-4", "1", "null", "", "~", "true", "0x1F", "a: b", "it's", "é", "two\nlines", "x" * 300]
+    texts = [
+        "yes",
+        "08",
+        "12:30",
+        "1e-4",
+        "1",
+        "null",
+        "",
+        "~",
+        "true",
+        "0x1F",
+        "a: b",
+        "it's",
+        "é",
+        "two\nlines",
+        "x" * 300,
+    ]
     values = {"texts": texts, "numbers": [1, -2, 1.0, 1e-5, 1e20], "rest": [None, True, {}, []], "1": {"on": "!x"}}
     shared = [1]
     values["twice"] = [shared, shared]

@@ -7,20 +7,16 @@ Lightning offers, keeps an undo for each, and collects the evidence probes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fastloop.bridge import namespace, survey
 from fastloop.bridge.loaders import TrainLoaders
 from fastloop.bridge.microbatch import MicroBatches
-from fastloop.errors import ConfigError, NotApplicable
-from fastloop.evidence.dtype import product_dtype
-from fastloop.feeds.tree import map_tensors
+from fastloop.bridge.step import ChannelsLast, DtypeSpy
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.ladder import Ladder, plan
 from fastloop.records import Applied, Facts, Moment, Plan, Step
 
@@ -62,30 +58,45 @@ class Applier:
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
         self._site: Site | None = None
+        self._loader_rungs: frozenset[str] = frozenset()
+        """Enabled rungs whose plan waits for the train loader."""
         self._undos: list[tuple[str, Callable[[], None]]] = []
         self._probes: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
         self._evidence: dict[str, dict[str, Any]] = {}
-        self._channels_last = False
-        self._spied = False
+        self._convert: ChannelsLast | None = None
+        self._spy: DtypeSpy | None = None
 
     # -- the moments, in the order in which Lightning reaches them ------------------------------------------------
 
     def model_built(self, trainer: Any, strategy: Any) -> None:
         """The module is built and restored, not yet on its device nor wrapped."""
-        facts = survey.run_facts(trainer, strategy)
+        try:
+            facts = survey.run_facts(trainer, strategy)
+            planned = plan(self.ladder, facts)
+        except Exception as error:
+            self.skip_all(f"this run could not be read: {_said(error)}", error)
+            return
         self._site = Site(trainer, strategy, facts)
-        planned = plan(self.ladder, facts)
         if trainer.state.fn != "fit":
             # Other stages get what changes results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
         self.plan = planned
+        self._loader_rungs = frozenset(step.rung for step in planned.steps if step.status == "waiting")
         self._check_strict()
         if "step.channels_last_inputs" in planned.wants:
-            self._channels_last = True
-            self._probe("layout", lambda: {"converted_batches": self._converted})
+            self._convert = ChannelsLast()
+            self._probe("layout", self._convert.evidence)
         if (mode := planned.wants.get("precision.plugin")) is not None:
             self._set_precision(strategy, mode)
         self._run("model")
+
+    def skip_all(self, reason: str, error: Exception | None = None) -> None:
+        """No rung applies, for one reason. Errors meant for a person, and any under ``strict``, are raised."""
+        if isinstance(error, FastLoopError):
+            raise error
+        enabled = self.ladder.enabled()
+        self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
+        self._check_strict()
 
     def before_wrap(self, strategy: Any) -> None:
         """DDP is about to wrap the model: its settings are still keywords."""
@@ -102,27 +113,26 @@ class Applier:
         self._run("wrapped")
 
     def loader(self, loader: Any) -> Any:
-        """Lightning asks what to do with a loader; only train loaders are changed."""
-        site = self._require_site()
-        if not self.ladder.enabled() or site.trainer.state.stage != "train":
+        """Lightning asks what to do with a loader. Only train loaders are changed, each as planned or not at all."""
+        site = self._site
+        if site is None or not self._loader_rungs or site.trainer.state.stage != "train":
             return loader
-        if self.loaders is None:
-            self.loaders = TrainLoaders(site.trainer, site.strategy, undo=self._undo)
+        before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
-            facts = dataclasses.replace(site.facts, loader=survey.loader_facts(self.loaders.original(loader)))
-            changed = self._plan_loader(facts)
-            if changed.wants.get("step.micro_batch") and self.micro is None:
-                self.micro = MicroBatches(changed.wants["step.micro_batch"], strict=self.strict)
-                self._probe("batch", self.micro.evidence)
-            result = self.loaders.change(loader, changed, facts)
-        except ConfigError:
-            raise
-        except NotApplicable as reason:
-            self._skip_waiting(str(reason))
-            return loader
-        if self.micro is not None:
-            self.micro.windows = self.loaders.windows
-        return result
+            if self.loaders is None:
+                self.loaders = TrainLoaders(site.trainer, site.strategy, undo=self._undo)
+            return self._change_loader(self.loaders, loader, site)
+        except NotApplicable as error:
+            reason = str(error)
+        except Exception as error:
+            if self.strict or isinstance(error, FastLoopError):
+                raise
+            reason = _said(error)
+        self.plan, self.loaders, self.micro, undos = before
+        self._undo_down_to(undos)
+        if self.loaders is None:
+            self._skip_loader_rungs(reason)
+        return loader
 
     def train_start(self) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
@@ -138,15 +148,17 @@ class Applier:
             if self.loaders is not None:
                 self.loaders.look_at(batch)
             moved = move()
-        return self._to_channels_last(moved) if self._channels_last else moved
+        return moved if self._convert is None else self._convert(moved)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One training_step of the module, in one piece or several."""
-        if not self._spied:
-            step = self._spy(step)
+        site = self._site
+        if site is None:
+            return step(*args, **kwargs)
+        if self._spy is not None:
+            step = self._spy.around(site.module, step)
         if self.micro is None or not args:
             return step(*args, **kwargs)
-        site = self._require_site()
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
 
     def before_backward(self) -> None:
@@ -165,7 +177,7 @@ class Applier:
             try:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
-                found = {"unreadable": f"{type(error).__name__}: {error}"}
+                found = {"unreadable": _said(error)}
             self._evidence.setdefault(rung, {}).update(found)
         return self._evidence
 
@@ -181,39 +193,37 @@ class Applier:
 
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
-        while self._undos:
-            rung, undo = self._undos.pop()
-            try:
-                undo()
-            except Exception as error:
-                self.warn(f"{rung} could not be undone: {type(error).__name__}: {error}")
+        self._undo_down_to(0)
         self._probes.clear()
-        self.loaders = self.micro = self._site = None
-        self._channels_last = self._spied = False
+        self.loaders = self.micro = self._site = self._convert = self._spy = None
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    _converted = 0
-
-    def _require_site(self) -> Site:
-        assert self._site is not None, "the strategy was not set up"
-        return self._site
+    def _change_loader(self, loaders: TrainLoaders, loader: Any, site: Site) -> Any:
+        facts = dataclasses.replace(site.facts, loader=survey.loader_facts(loaders.original(loader)))
+        changed = self._plan_loader(facts)
+        if changed.wants.get("step.micro_batch") and self.micro is None:
+            self.micro = MicroBatches(changed.wants["step.micro_batch"], strict=self.strict)
+            self._probe("batch", self.micro.evidence)
+        result = loaders.change(loader, changed, facts)
+        if self.micro is not None:
+            self.micro.windows = loaders.windows
+        return result
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
-        site = self._require_site()
         for step in self.plan.planned:
             for action in step.change.actions:
                 if action.when != moment:
                     continue
                 try:
-                    applied: Applied = action.do(site)
+                    applied: Applied = action.do(self._site)
                 except NotApplicable as reason:
                     self._skip(step, str(reason))
                 except Exception as error:
                     if self.strict:
                         raise
-                    self._skip(step, f"{type(error).__name__}: {error}")
+                    self._skip(step, _said(error))
                 else:
                     self._undo(step.rung, applied.undo)
                     self._probe(step.rung, applied.probe)
@@ -223,24 +233,19 @@ class Applier:
         self.plan = Plan(steps=tuple(skipped if other is step else other for other in self.plan.steps))
         self._check_strict()
 
-    def _skip_waiting(self, reason: str) -> None:
+    def _skip_loader_rungs(self, reason: str) -> None:
+        names, self._loader_rungs = self._loader_rungs, frozenset()
         for step in self.plan.steps:
-            if step.status == "waiting":
+            if step.rung in names:
                 self._skip(step, reason)
 
     def _plan_loader(self, facts: Facts) -> Plan:
-        """Plan again with the loader known; what was settled before stays as it was."""
-        new = plan(self.ladder, facts)
-        settled = {step.rung: step for step in self.plan.steps if step.status != "waiting"}
-        if any(step.status == "waiting" for step in self.plan.steps):
-            self.plan = Plan(steps=tuple(settled.get(step.rung, step) for step in new.steps))
-            self._check_strict()
-            return Plan(steps=tuple(step for step in new.steps if step.rung not in settled))
-        return Plan(steps=tuple(step for step in new.steps if step.rung in self._loader_rungs()))
-
-    def _loader_rungs(self) -> set[str]:
-        base = plan(self.ladder, self._require_site().facts)
-        return {step.rung for step in base.steps if step.status == "waiting"}
+        """What a train loader gets. A rung counts as planned once it applies to one of them."""
+        steps = {step.rung: step for step in plan(self.ladder, facts).steps if step.rung in self._loader_rungs}
+        self.plan = Plan(steps=tuple(old if old.status == "planned" else steps.get(old.rung, old)
+                                     for old in self.plan.steps))  # fmt: skip
+        self._check_strict()
+        return Plan(steps=tuple(steps.values()))
 
     def _check_strict(self) -> None:
         if not self.strict:
@@ -255,41 +260,17 @@ class Applier:
         plugin = namespace.load(namespace.of(strategy), "plugins.precision.MixedPrecision")
         before = strategy._precision_plugin
         strategy.precision_plugin = plugin(mode, strategy.root_device.type)
+        self._undo("amp", lambda: setattr(strategy, "_precision_plugin", before))
+        self._spy = DtypeSpy(strategy.root_device)
+        self._probe("amp", self._spy.evidence)
 
-        def undo() -> None:
-            strategy._precision_plugin = before
-
-        self._undo("amp", undo)
-
-    def _spy(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Note, inside the first training_step, the dtype a matrix product has there."""
-        self._spied = True
-        site = self._require_site()
-        module, original = site.module, site.module.training_step
-
-        def spied(*args: Any, **kwargs: Any) -> Any:
-            self._evidence.setdefault("amp", {})["dtype"] = product_dtype(site.strategy.root_device)
-            return original(*args, **kwargs)
-
-        def once(*args: Any, **kwargs: Any) -> Any:
-            with _attribute(module, "training_step", spied):
-                return step(*args, **kwargs)
-
-        return once if self.plan.step("amp") is not None else step
-
-    def _to_channels_last(self, batch: Any) -> Any:
-        converted = False
-
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal converted
-            if tensor.dim() != 4 or not tensor.is_floating_point():
-                return tensor
-            converted = True
-            return tensor.contiguous(memory_format=torch.channels_last)
-
-        changed = map_tensors(batch, change)
-        self._converted += converted
-        return changed if converted else batch
+    def _undo_down_to(self, count: int) -> None:
+        while len(self._undos) > count:
+            rung, undo = self._undos.pop()
+            try:
+                undo()
+            except Exception as error:
+                self.warn(f"{rung} could not be undone: {_said(error)}")
 
     def _undo(self, rung: str, undo: Callable[[], None]) -> None:
         self._undos.append((rung, undo))
@@ -298,18 +279,8 @@ class Applier:
         self._probes.append((rung, probe))
 
 
-@contextlib.contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Any:
-    """Set an instance attribute for a moment, and leave the instance as it was."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _ddp_settings(model: Any) -> dict[str, Any]:

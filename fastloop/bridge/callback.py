@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fastloop import diagnose
 from fastloop.bridge import live, rundir, strategy
 from fastloop.bridge.apply import Applier
 from fastloop.bridge.hints import hint
 from fastloop.bridge.watch import Watch, WatchingProfiler
-from fastloop.config import from_callback
+from fastloop.config import Config, from_callback
 from fastloop.errors import FastLoopError
 from fastloop.ladder import verify
 from fastloop.records import Finding, Measurement, Plan, Verdict
@@ -70,36 +71,52 @@ class FastLoop(Callback):
         ConfigError: the configuration cannot be used; says file, line and key.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
-                 out: str | os.PathLike[str] | None = None, strict: bool | None = None, quiet: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *,
+        out: str | os.PathLike[str] | None = None, strict: bool | None = None, quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.off = disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
-        self.plan = Plan()
-        self.measurement: Measurement | None = None
-        self.verdicts: tuple[Verdict, ...] = ()
-        self.findings: tuple[Finding, ...] = ()
         self.run_dir: Path | None = None
         """Where this rank wrote its files, if it did."""
         # Each instance has its own key: Lightning would refuse a second one before we can say what is wrong.
         self._key = f"FastLoop{next(_instances)}"
+        self._forget()
+        self._live()
+        for name in _UNUSED_BATCH_HOOKS:
+            setattr(self, name, None)  # Lightning skips what is not callable; an empty hook costs microseconds a step
+        self._hear_batches(False)
+        if self.off:
+            return
+        self.config, ignored = (config, ()) if isinstance(config, Config) else from_callback(config)
+        self.strict = self.config.strict if strict is None else strict
+        if ignored and not quiet:
+            rank_zero_info(f"fastloop: ignored in a callback, the Trainer is yours: {', '.join(ignored)}")
+
+    def _forget(self) -> None:
+        """Nothing is known of any fit."""
+        self.plan = Plan()
+        self.measurement: Measurement | None = None
+        self.verdicts: tuple[Verdict, ...] = ()
+        self.findings: tuple[Finding, ...] = ()
+        self._loader_seen: Mapping[str, Any] = {}
+
+    def _live(self) -> None:
+        """What lives for one fit only: not copied, not pickled."""
         self._applier: Applier | None = None
         self._watch: Watch | None = None
         self._restore: list[Callable[[], None]] = []
-        for name in _UNUSED_BATCH_HOOKS:
-            setattr(self, name, None)  # Lightning skips what is not callable; an empty hook costs microseconds a step
-        if self.off:
-            self.on_train_batch_end = None  # type: ignore[assignment,method-assign]
-            return
-        self.config, ignored = from_callback(config)
-        self.strict = self.config.strict if strict is None else strict
-        if ignored:
-            rank_zero_info(f"fastloop: ignored in a callback, the Trainer is yours: {', '.join(ignored)}")
-        if not self.config.watch.enabled:
-            self.on_train_batch_end = None  # type: ignore[assignment,method-assign]
+        self._stopped = self._training = self._first = False
+        self._step = 0
 
     @property
     def state_key(self) -> str:
         return self._key
+
+    def __getstate__(self) -> dict[str, Any]:
+        blank = FastLoop.__new__(FastLoop)
+        blank._live()
+        return {**vars(self), **vars(blank)}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -108,56 +125,69 @@ class FastLoop(Callback):
         self._undo()  # a fit that raised need not have called teardown
         others = [callback for callback in trainer.callbacks if isinstance(callback, FastLoop)]
         if len(others) > 1:
-            raise FastLoopError(got=f"{len(others)} FastLoop callbacks in one Trainer", why="each setting has one owner",
+            raise FastLoopError(got=f"{len(others)} FastLoop callbacks in one Trainer",
+                                why="each setting has one owner",
                                 do="keep one, and put all rungs into its config")  # fmt: skip
+        if stage == "fit":
+            self._forget()
         if self.config.ladder.enabled():
             self._attach(trainer)
         if stage == "fit":
-            self.plan, self.measurement, self.verdicts, self.findings = Plan(), None, (), ()
+            self._hear_batches(self.config.watch.enabled or self._applier is not None)
             if self.config.watch.enabled:
                 self._start_watch(trainer)
 
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._training = self._first = True
+        self._step = trainer.global_step
         if self._applier is not None:
             self._applier.train_start()
             self.plan = self._applier.plan
         if self._watch is not None:
             self._watch.clock.queued_batches = live.queued_batches(trainer)
-        self._step, self._first = trainer.global_step, True
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._watch is None:
-            return
-        step = trainer.global_step
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        self._watch.batch_end(loss, batch, step != self._step, trainer.accumulate_grad_batches)
-        self._step = step
+        if self._watch is not None:
+            step = trainer.global_step
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            self._watch.batch_end(loss, batch, step != self._step, trainer.accumulate_grad_batches)
+            self._step = step
         if self._first:
             self._first = False
+            self._hear_batches(self._watch is not None)
             self._evidence(trainer)
 
     @fail_open
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._measure(trainer, partial=False)
+        self._measure(trainer)
 
     @fail_open
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.measurement is None:  # not one step was to be trained
+            self._measure(trainer)
         self._conclude(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         try:
-            if not self.off:
-                if (line := hint(exception, pl_module)) is not None:
-                    rank_zero_warn(f"fastloop: {line}")
-                if trainer.state.fn == "fit" and self.measurement is None:
-                    self._measure(trainer, partial=True)
-                    self._conclude(trainer)
-        except Exception as error:  # the user's exception must not be hidden by ours
-            self.stop_watching(f"on_exception: {type(error).__name__}: {error}")
+            self._on_exception(trainer, pl_module, exception)
+        except FastLoopError as error:  # the user's exception must not be hidden by ours
+            self.stop_watching(str(error))
         finally:
             self._undo()
+
+    @fail_open
+    def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if (line := hint(exception, pl_module)) is not None:
+            rank_zero_warn(f"fastloop: {line}")
+        if not self._training:
+            return
+        if self.measurement is None:
+            self._measure(trainer)
+        if self.measurement is not None:
+            self.measurement = dataclasses.replace(self.measurement, partial=True)
+        self._conclude(trainer)
 
     @fail_open
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -172,51 +202,70 @@ class FastLoop(Callback):
 
     def stop_watching(self, why: str) -> None:
         """Give up with one warning; rungs stay as they are, for the run has begun with them."""
-        if self._watch is not None or self._first is not None:
+        if not self._stopped:
             rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
-        self._watch, self._first = None, None
+        self._watch, self._stopped = None, True
 
-    _step = 0
-    _first: bool | None = False
+    def _hear_batches(self, on: bool) -> None:
+        """Lightning calls on_train_batch_end only where it is callable, and calling it costs microseconds a step."""
+        if on:
+            vars(self).pop("on_train_batch_end", None)
+        else:
+            self.on_train_batch_end = None  # type: ignore[assignment,method-assign]
 
     def _attach(self, trainer: Any) -> None:
         """Give the Trainer's own strategy the mixed class, and it our applier."""
-        live, kind = trainer.strategy, type(trainer.strategy)
-        if not strategy.is_mixed(live):
-            live.__class__ = strategy.mixed(kind)
-            self._restore.append(lambda: setattr(live, "__class__", kind))
-        self._applier = Applier(self.config.ladder, strict=self.strict,
-                                warn=lambda line: rank_zero_warn(f"fastloop: {line}"))  # fmt: skip
-        live.fastloop = self._applier
-        self._restore.append(lambda: vars(live).pop("fastloop", None) and None)
+        owner: Any = trainer.strategy
+        kind: Any = type(owner)
+        self._applier = applier = Applier(self.config.ladder, strict=self.strict,
+                                          warn=lambda line: rank_zero_warn(f"fastloop: {line}"))  # fmt: skip
+        if not strategy.is_mixed(owner):
+            try:
+                owner.__class__ = strategy.mixed(kind)
+            except Exception as error:  # slots, a metaclass, a layout of its own: CPython then refuses another class
+                applier.skip_all(f"the strategy {kind.__name__} cannot be extended: {error}")
+                self.plan = applier.plan
+                return
+            self._restore.append(lambda: setattr(owner, "__class__", kind))
+        owner.fastloop = applier
+        self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
 
     def _start_watch(self, trainer: Any) -> None:
         self._watch = Watch(trainer.strategy.root_device, self.config.watch, world_size=trainer.world_size,
                             ready=lambda: live.batches_ready(trainer))  # fmt: skip
         before = trainer.profiler
-        trainer.profiler = WatchingProfiler(before, self._watch)
+        trainer.profiler = WatchingProfiler(before, self._asks, self._gets)
         self._restore.append(lambda: setattr(trainer, "profiler", before))
+
+    @fail_open
+    def _asks(self) -> None:
+        if self._watch is not None:
+            self._watch.ask()
+
+    @fail_open
+    def _gets(self) -> None:
+        if self._watch is not None:
+            self._watch.got()
 
     def _evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = live.evidence(trainer) or self._loader_seen
         return {**found, "loader": self._loader_seen}
 
-    _loader_seen: Mapping[str, Any] = {}  # noqa: RUF012  # replaced, never changed
-
-    def _measure(self, trainer: Any, *, partial: bool) -> None:
+    def _measure(self, trainer: Any) -> None:
         evidence = self._evidence(trainer)
         if self._applier is not None:
             self.plan = self._applier.plan
         if self._watch is not None:
-            self.measurement = self._watch.finish(evidence, partial=partial)
+            self.measurement = self._watch.finish(evidence)
         else:
-            self.measurement = Measurement(evidence=evidence, partial=partial, device=trainer.strategy.root_device.type)
+            self.measurement = Measurement(evidence=evidence, device=trainer.strategy.root_device.type)
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._watch is not None:
             self.findings = diagnose.findings(self.measurement, self.config.ladder.enabled())
 
     def _conclude(self, trainer: Any) -> None:
+        self._training = False
         if self.measurement is None or not trainer.is_global_zero:
             return
         self.run_dir = rundir.write(trainer, self)
@@ -226,9 +275,11 @@ class FastLoop(Callback):
                 rank_zero_info(line)
 
     def _undo(self) -> None:
-        if self._applier is not None:
-            self._applier.undo()
-            self._applier = None
-        while self._restore:
-            self._restore.pop()()
-        self._watch = None
+        """Put the Trainer back as it was, last change first. Idempotent."""
+        restore = self._restore
+        self._live()
+        while restore:
+            try:
+                restore.pop()()
+            except Exception as error:  # the others must have their turn
+                rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")

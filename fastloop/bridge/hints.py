@@ -21,6 +21,7 @@ def _unused_parameters(text: str, module: Any) -> str | None:
     match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     if match is None or module is None:
         return None
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored]
     unused = [names[int(index)] for index in match[1].split() if int(index) < len(names)]
     return f"parameters without a gradient: {', '.join(unused)}" if unused else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from fastloop.feeds.windows import WindowSampler
+from fastloop.feeds.windows import WindowSampler, batches_between_validations, used_batches
 
 _PROGRESS = "epoch_loop.batch_progress"
 
@@ -26,64 +26,85 @@ class Merge:
         self.windows: WindowSampler | None = None
         self._before = (trainer.accumulate_grad_batches, trainer.limit_train_batches, trainer.val_check_interval)
         self._frequencies: list[tuple[Any, int]] = []
-        self._batches: int | None = None
+        self._batches = 1
+        self._counts_windows = False
         trainer.accumulate_grad_batches = 1
         undo("batch", self.give_up)
 
     def sampler(self, loader: DataLoader[Any]) -> WindowSampler:
         """The loader's batch sampler in windows, within the user's limit_train_batches."""
         _, limit, interval = self._before
-        batches = len(loader)
-        self._batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        self._batches = used_batches(len(loader), limit)
         self.trainer.limit_train_batches = 1.0
-        if isinstance(interval, int):
-            self.trainer.val_check_interval = interval // self.window
-        elif isinstance(interval, float) and interval != 1.0:
-            every = max(1, int(self._batches * interval))
-            self.trainer.val_check_interval = max(1, round(every / self.window))
-        self.windows = WindowSampler(loader.batch_sampler, self.window, self._batches)
+        if isinstance(interval, int) or (isinstance(interval, float) and interval != 1.0):
+            every = batches_between_validations(self._batches, interval)
+            self.trainer.val_check_interval = math.ceil(every / self.window)
+        sampler: Any = loader.batch_sampler
+        self.windows = WindowSampler(sampler, self.window, self._batches)
         return self.windows
 
     def train_start(self) -> None:
-        """Rescale what exists only now: scheduler frequencies, and the counters of a resumed run."""
+        """Rescale what exists only now: scheduler frequencies, and the counters of a resumed or earlier fit."""
         for config in self.trainer.strategy.lr_scheduler_configs:
-            if config.interval == "step" and config.frequency > 1 and not self._frequencies_hold(config):
+            if config.interval == "step" and config.frequency > 1:
                 self._frequencies.append((config, config.frequency))
-                # Lightning steps a scheduler where the batch count divides by its frequency: every f / gcd windows.
-                config.frequency = config.frequency // math.gcd(config.frequency, self.window)
-        if self.trainer.ckpt_path is not None:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
-            for part in (progress.total, progress.current):
-                part.__dict__.update(_recount(vars(part), self._windows_of))
-
-    def _frequencies_hold(self, config: Any) -> bool:
-        return any(held is config for held, _ in self._frequencies)
+                config.frequency = _InBatches(config.frequency, self._batches_of)
+        self._count(self._windows_of)
+        self._counts_windows = True
 
     def to_batches(self, checkpoint: dict[str, Any]) -> None:
         """Write the loop's counters into a checkpoint as the plain run counts them, so that either run resumes it."""
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get(_PROGRESS)
-        if not progress:
+        if not progress or not self._counts_windows:
             return
         for part in ("total", "current"):
             progress[part] = _recount(progress[part], self._batches_of)
 
     def _windows_of(self, batches: int) -> int:
-        epochs, rest = divmod(batches, self._batches or 1)
-        return epochs * math.ceil((self._batches or 1) / self.window) + rest // self.window
+        epochs, rest = divmod(batches, self._batches)
+        return epochs * math.ceil(self._batches / self.window) + rest // self.window
 
     def _batches_of(self, windows: int) -> int:
-        epochs, rest = divmod(windows, math.ceil((self._batches or 1) / self.window))
-        return epochs * (self._batches or 1) + rest * self.window
+        epochs, rest = divmod(windows, math.ceil(self._batches / self.window))
+        return epochs * self._batches + rest * self.window
+
+    def _count(self, convert: Callable[[int], int]) -> None:
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        for part in (progress.total, progress.current):
+            part.__dict__.update(_recount(vars(part), convert))
 
     def give_up(self) -> None:
         """Count batches again. Idempotent."""
         trainer = self.trainer
         trainer.accumulate_grad_batches, trainer.limit_train_batches, trainer.val_check_interval = self._before
         if self.windows is not None:
-            self.windows.window = 1
+            self.windows.window, self.windows.limit = 1, None
         while self._frequencies:
             config, frequency = self._frequencies.pop()
             config.frequency = frequency
+        if self._counts_windows:
+            self._counts_windows = False
+            self._count(self._batches_of)
+            trainer.fit_loop.max_batches = self._batches
+            if isinstance(trainer.val_check_interval, (int, float)):
+                trainer.val_check_batch = batches_between_validations(self._batches, trainer.val_check_interval)
+
+
+class _InBatches(int):
+    """A scheduler's frequency in batches, asked with a number of windows.
+
+    Lightning steps a scheduler where ``batches % frequency == 0``, and the last window of an epoch may be short.
+    """
+
+    batches_of: Callable[[int], int]
+
+    def __new__(cls, frequency: int, batches_of: Callable[[int], int]) -> _InBatches:
+        number = super().__new__(cls, frequency)
+        number.batches_of = batches_of
+        return number
+
+    def __rmod__(self, windows: int) -> int:
+        return self.batches_of(windows) % int(self)
 
 
 def _recount(counters: dict[str, int], convert: Callable[[int], int]) -> dict[str, int]:

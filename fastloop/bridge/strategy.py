@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastloop.bridge import namespace
@@ -23,6 +24,8 @@ def mixin(space: str) -> type:
         """Hands the public strategy calls to an applier, where there is one; without, it changes nothing."""
 
         fastloop: Applier | None = None
+        fastloop_made_by: tuple[Callable[[Any], type], Any]
+        """What makes this class again, and of what."""
 
         def setup(self, trainer: Any) -> None:
             if self.fastloop is not None:
@@ -58,8 +61,10 @@ def mixin(space: str) -> type:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.
-            _, _, *state = super().__reduce_ex__(2)
-            return (_unpickled, (type(self).fastloop_base,), *state)  # type: ignore[attr-defined]
+            _, _, state, *items = super().__reduce_ex__(2)
+            # An applier holds the objects of one run, which a copy does not have part in.
+            own = {name: value for name, value in state.items() if name != "fastloop"}
+            return (_unpickled, self.fastloop_made_by, own, *items)
 
     return FastLoopStrategyMixin
 
@@ -68,17 +73,18 @@ def mixin(space: str) -> type:
 def mixed(strategy: type) -> type:
     """The class of a strategy with the mixin in front. The name keeps the original's, so that logs stay readable."""
     bases = (mixin(namespace.of(strategy)), strategy)
-    return type(f"FastLoop_{strategy.__name__}", bases, {"__module__": __name__, "fastloop_base": strategy})
+    names = {"__module__": __name__, "fastloop_made_by": (mixed, strategy)}
+    return type(f"FastLoop_{strategy.__name__}", bases, names)
 
 
-def _unpickled(base: type) -> Any:
-    kind = mixed(base)
+def _unpickled(make: Callable[[Any], type], of: Any) -> Any:
+    kind: Any = make(of)
     return kind.__new__(kind)
 
 
 def is_mixed(strategy: Any) -> bool:
     """Whether a strategy object's class already has the mixin."""
-    return hasattr(type(strategy), "fastloop_base")
+    return hasattr(type(strategy), "fastloop_made_by")
 
 
 @functools.cache
@@ -93,6 +99,7 @@ def _single(space: str) -> type:
         """
 
         strategy_name = "fastloop"
+        fastloop_made_by = (_single, space)
 
         @property
         def parallel_devices(self) -> list[Any]:
@@ -112,7 +119,10 @@ def _single(space: str) -> type:
 def register() -> None:
     """Make `fastloop` and `fastloop_ddp` known by name in every Lightning namespace that is there. Idempotent."""
     for space in namespace.installed():
-        registry = namespace.load(space, "strategies.StrategyRegistry")
+        try:
+            registry = namespace.load(space, "strategies.StrategyRegistry")
+        except Exception:  # too old for this torch, or half uninstalled: nobody can train with it
+            continue
         if "fastloop" not in registry:
             ddp = mixed(namespace.load(space, "strategies.DDPStrategy"))
             registry.register("fastloop", _single(space), description="one device, rungs switched by FastLoop")

@@ -40,7 +40,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         clip=bool(trainer.gradient_clip_val) or overrides(module, "configure_gradient_clipping"),
         automatic_optimization=module.automatic_optimization,
         reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
-        val_check_interval=_number(trainer.val_check_interval), limit_train_batches=_number(trainer.limit_train_batches),
+        val_check_interval=_number(trainer.val_check_interval), val_every_n_epochs=trainer.check_val_every_n_epoch,
+        limit_train_batches=_number(trainer.limit_train_batches),
         resuming=trainer.ckpt_path is not None,
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if hook_owner(trainer, hook) is not None),
         **module_facts(module),
@@ -59,7 +60,7 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _local_ranks(trainer: Any, strategy: Any) -> int:
-    return max(1, getattr(strategy, "num_processes", None) or trainer.num_devices)
+    return max(1, int(getattr(strategy, "num_processes", None) or trainer.num_devices))
 
 
 def _number(value: Any) -> int | float | None:
@@ -168,16 +169,17 @@ def _outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def loader_facts(loader: Any) -> LoaderFacts:
-    """What a train loader is. Reads attributes and code only."""
+def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
+    """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only."""
     if not isinstance(loader, DataLoader):
         return LoaderFacts(kind=type(loader).__name__, is_dataloader=False, map_style=False, batches=_length(loader),
                            stateful=hasattr(loader, "state_dict"))  # fmt: skip
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
     unpicklable = None
-    if method != "fork":
-        unpicklable = datasets.unpicklable(loader.dataset) or datasets.unpicklable(loader.collate_fn, "collate_fn")
+    if (method if start_method == "auto" else start_method) != "fork":
+        travels = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+        unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
     default = torch.utils.data.default_collate
     return LoaderFacts(
         kind=type(loader).__name__, map_style=not isinstance(loader.dataset, IterableDataset),
@@ -203,6 +205,3 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-

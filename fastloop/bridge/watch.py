@@ -34,11 +34,13 @@ class WatchingProfiler:
 
     Args:
         profiler: the Trainer's profiler; Lightning's pass-through one is not called, which saves its cost.
-        watch: takes the marks.
+        asks: called when the loop asks for a batch; must not raise.
+        gets: called when the loop has its batch; must not raise.
     """
 
-    def __init__(self, profiler: Any, watch: Watch) -> None:
-        self.__dict__.update(profiler=profiler, _watch=watch, _passes=type(profiler).__name__ == "PassThroughProfiler")
+    def __init__(self, profiler: Any, asks: Callable[[], None], gets: Callable[[], None]) -> None:
+        passes = type(profiler).__name__ == "PassThroughProfiler"
+        self.__dict__.update(profiler=profiler, _asks=asks, _gets=gets, _passes=passes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["profiler"], name)
@@ -46,9 +48,13 @@ class WatchingProfiler:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["profiler"], name, value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Nobody watches a copy of the Trainer: copies and pickles hold the user's profiler.
+        return (_itself, (self.__dict__["profiler"],))
+
     def start(self, action_name: str) -> None:
         if action_name == _NEXT:
-            self._watch.ask()
+            self._asks()
         if not self._passes:
             self.profiler.start(action_name)
 
@@ -56,10 +62,14 @@ class WatchingProfiler:
         if not self._passes:
             self.profiler.stop(action_name)
         if action_name == _NEXT:
-            self._watch.got()
+            self._gets()
 
     def profile(self, action_name: str) -> Any:
         return _NOTHING if self._passes else self.profiler.profile(action_name)
+
+
+def _itself(profiler: Any) -> Any:
+    return profiler
 
 
 class Watch:

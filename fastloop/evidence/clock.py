@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,8 +41,9 @@ class Window:
 class _Ring:
     """The latest values, in fixed memory."""
 
-    def __init__(self, typecode: str) -> None:
-        self.values, self._next = array(typecode), 0
+    def __init__(self, typecode: Literal["d", "q"]) -> None:
+        self.values: array[Any] = array(typecode)
+        self._next = 0
 
     def add(self, value: float) -> None:
         if len(self.values) < KEPT_STEPS:
@@ -80,7 +81,7 @@ class Clock:
         self._spare: list[Any] = []
         self._fetch: _Fetch | None = None
         self._steps = self._batches = self._samples = self._step_sample = 0
-        self._wait = 0.0
+        self._wait = self._step_wait = 0.0
         self._step_s, self._leads, self._step_samples = _Ring("d"), _Ring("d"), _Ring("q")
         self._start = self._last_boundary = self._device_now = 0.0
         self._last_event: Any = None
@@ -152,7 +153,7 @@ class Clock:
     def _event(self) -> Any:
         if self.device.type != "cuda":
             return None
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -178,6 +179,7 @@ class Clock:
             else:
                 self._begun, self._start = True, self._device_now
             self._last_boundary = self._device_now
+            # Waits count once their step is whole, as its time does.
+            self._wait, self._step_wait = self._wait + self._step_wait, 0.0
         self._leads.add(self._device_now - fetch.asked)
-        self._wait += max(0.0, fetch.got - self._device_now)
-
+        self._step_wait += max(0.0, fetch.got - self._device_now)

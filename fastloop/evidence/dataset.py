@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import textwrap
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import islice
 from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
 from typing import Any
 
 import torch
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
 _HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
 _DRAWS = frozenset({"random", "rand", "randn", "randint", "randrange", "randperm", "shuffle", "choice", "choices",
                     "sample", "uniform", "normal", "gauss", "bernoulli", "multinomial", "default_rng",
                     "RandomState", "rand_like", "randn_like"})  # fmt: skip
 _RANDOM_TRANSFORMS = ("Random", "ColorJitter", "AutoAugment", "RandAugment", "TrivialAugment", "AugMix", "MixUp",
                       "CutMix", "ElasticTransform", "GaussianBlur", "GaussianNoise", "JPEG")  # fmt: skip
-_LIBRARIES = ("torch.", "torchvision.", "numpy", "builtins", "PIL", "collections", "functools", "pathlib")
+_LIBRARIES = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collections.", "functools.", "pathlib.")
 
 
 def walk(root: Any) -> Iterator[tuple[str, Any]]:
@@ -34,25 +37,31 @@ def walk(root: Any) -> Iterator[tuple[str, Any]]:
             continue
         seen.add(id(item))
         yield path, item
-        if depth < _DEEPEST and not isinstance(item, torch.Tensor):
+        if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _handle(item) is None:
             queue.extend((f"{path}{step}", member, depth + 1) for step, member in _members(item))
 
 
 def _members(item: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(item, Mapping):
-        members = [(f"[{key!r}]", value) for key, value in list(item.items())[:_MOST_MEMBERS]]
+    """Direct members with the step that leads to them. Mappings other than dict may load what they are asked for."""
+    if isinstance(item, dict):
+        yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
     elif isinstance(item, (list, tuple, set, frozenset)):
-        members = [(f"[{place}]", value) for place, value in enumerate(list(item)[:_MOST_MEMBERS])]
-    else:
-        try:
-            members = [(f".{name}", value) for name, value in vars(item).items()]
-        except TypeError:
-            members = []
-        if closure := getattr(item, "__closure__", None):
-            members += [(".<closure>", cell.cell_contents) for cell in closure if _filled(cell)]
-        if isinstance(item, torch.nn.Module):
-            members += [(f".{name}", child) for name, child in item.named_children()]
-    yield from members
+        yield from ((f"[{place}]", value) for place, value in enumerate(islice(item, _MOST_MEMBERS)))
+    elif inspect.ismethod(item):
+        yield ".__self__", item.__self__
+    elif isinstance(item, functools.partial):
+        yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
+    yield from ((f".{name}", value) for name, value in islice(_attributes(item).items(), _MOST_MEMBERS))
+    if inspect.isfunction(item):
+        cells = zip(item.__code__.co_freevars, item.__closure__ or (), strict=False)
+        yield from ((f".<closure {name}>", cell.cell_contents) for name, cell in cells if _filled(cell))
+
+
+def _attributes(item: Any) -> dict[str, Any]:
+    try:
+        return dict(vars(item))
+    except TypeError:  # it has no __dict__
+        return {}
 
 
 def _filled(cell: Any) -> bool:
@@ -81,6 +90,8 @@ def _handle(item: Any) -> str | None:
     package = (kind.__module__ or "").split(".")[0]
     if package in _HANDLE_MODULES:
         return package
+    if isinstance(item, io.IOBase) and not isinstance(item, (io.BytesIO, io.StringIO)):
+        return "file"  # forked workers would share its position
     # lmdb's C types say they live in builtins.
     return "lmdb" if kind.__module__ == "builtins" and kind.__name__ in ("Environment", "Transaction") else None
 
@@ -91,22 +102,32 @@ def _epoch_state(item: Any) -> str | None:
     if callable(getattr(item, "set_epoch", None)):
         return ".set_epoch()"
     for name in _EPOCH_NAMES:
-        if name in getattr(item, "__dict__", {}):
+        if name in _attributes(item):
             return f".{name}"
     counter = _counter_in(type(item).__getitem__)
     return f".{counter}" if counter else None
 
 
 def _counter_in(function: Any) -> str | None:
-    """The attribute that `self.x += …` counts up in a function, if its source can be read."""
+    """The attribute that ``self.x += …`` or ``self.x = self.x + …`` counts up, if the source can be read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
-            if isinstance(node.target.value, ast.Name) and node.target.value.id == "self":
-                return node.target.attr
+        if isinstance(node, ast.AugAssign) and (name := _own_attribute(node.target)):
+            return name
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+            read = {_own_attribute(part) for part in ast.walk(node.value)}
+            if (name := _own_attribute(node.targets[0])) and name in read:
+                return name
+    return None
+
+
+def _own_attribute(node: ast.AST) -> str | None:
+    """x in ``self.x``."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
     return None
 
 
@@ -129,7 +150,7 @@ def _draws(item: Any) -> str | None:
     if _of_library(item):
         return None
     for name in ("__getitem__", "__getitems__", "__call__", "forward", "transform"):
-        method = inspect.unwrap(getattr(kind, name, None)) if hasattr(kind, name) else None
+        method = inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
         if inspect.isfunction(method) and _names_draw(method.__code__):
             return f"{kind.__name__}.{name}"
     return None
@@ -170,7 +191,7 @@ def unpicklable(root: Any, name: str = "dataset") -> str | None:
 
 def _pickles(item: Any) -> bool:
     try:
-        ForkingPickler(_Sink()).dump(item)  # type: ignore[arg-type]
+        ForkingPickler(_Sink()).dump(item)
     except Exception:  # whatever a __reduce__ raises means: no
         return False
     return True

@@ -38,7 +38,7 @@ class LossLog:
 
     def _flush(self) -> None:
         if self._loose:
-            self._chunks.append(torch.stack(self._loose).float())
+            self._chunks.append(torch.stack(self._loose).float().flatten())  # a loss may have the shape [1]
             self._loose.clear()
         if sum(len(chunk) for chunk in self._chunks) > MOST_POINTS:
             self._chunks = [torch.cat(self._chunks)[::2].clone()]

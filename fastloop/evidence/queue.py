@@ -9,7 +9,7 @@ def live_workers(iterator: Any) -> int | None:
     """Living worker processes of a DataLoader iterator; 0 for a single-process one, None where it cannot be told."""
     workers = getattr(iterator, "_workers", None)
     if workers is not None:
-        return sum(worker.is_alive() for worker in workers)
+        return sum(bool(worker.is_alive()) for worker in workers)
     return 0 if hasattr(iterator, "_dataset_fetcher") else None
 
 

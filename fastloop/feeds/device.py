@@ -27,14 +27,20 @@ class DeviceFeed(LazyLoader):
         depth: batches kept on the device ahead of the one handed out.
         device: where batches go. On the CPU the feed only looks ahead (for tests).
         stage: moves one batch to the device, running the user's transfer hooks; called on the side stream.
+        keeps_iterator: see LazyLoader.
     """
 
-    _OWN = LazyLoader._OWN | {"depth", "device", "stage", "stream", "seen", "_ahead"}
+    _OWN = LazyLoader._OWN | {"depth", "device", "stage", "retired", "stream", "seen", "_ahead"}
 
-    def __init__(self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any]) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any],
+                 keeps_iterator: bool = False) -> None:  # fmt: skip
+        super().__init__(inner, keeps_iterator=keeps_iterator)
         self.depth, self.device, self.stage = depth, device, stage
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.retired = False
+        """Hands batches through as they are, from its next start on."""
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
         self._ahead = 0
 
@@ -43,8 +49,11 @@ class DeviceFeed(LazyLoader):
         """Batches fetched from the loader and not handed out yet."""
         return self._ahead
 
-    def _batches(self) -> Iterator[Any]:
-        source, ready = self._start(), deque[_Staged]()
+    def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        source, ready = self._start(drawn), deque[_Staged]()
+        if self.retired:
+            yield from source
+            return
         asked, exhausted = 0, False
         while True:
             asked += 1
@@ -73,7 +82,7 @@ class DeviceFeed(LazyLoader):
         batch = self._pin(batch)
         with torch.cuda.stream(self.stream):
             moved = self.stage(batch)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.stream)
         return _Staged(moved, copied, asked)
 
@@ -105,7 +114,10 @@ def _pinned(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.pin_memory() if batch.device.type == "cpu" and not batch.is_pinned() else batch
     if is_container(batch):
-        return rebuild(batch, _pinned)
+        try:
+            return rebuild(batch, _pinned)
+        except Exception:  # a container that cannot be built from its members is copied from where it is
+            return batch
     return batch.pin_memory() if callable(getattr(batch, "pin_memory", None)) else batch
 
 
@@ -124,10 +136,10 @@ class StatefulDeviceFeed(DeviceFeed):
         self._states: deque[tuple[int, Any]] = deque(maxlen=settings["depth"] + 4)
         self._index, self._resumed = 0, False
 
-    def _start(self) -> Iterator[Any]:
+    def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         self._index, self._resumed = (self.consumed() if self._resumed else 0), False
         self._states.clear()
-        source = super()._start()
+        source = super()._start(drawn)
         self._states.append((self._index, self.inner.state_dict()))
         return source
 
@@ -144,5 +156,3 @@ class StatefulDeviceFeed(DeviceFeed):
         """Hand the state to the loader; the next epoch then counts on from where the Trainer stands."""
         self.inner.load_state_dict(state)
         self._resumed = True
-
-

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 _GUARDED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
@@ -33,13 +35,18 @@ class LazyLoader:
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
     Late, because Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on resume, so that
-    worker processes replay the order of epoch 0 (Lightning #21938).
+    worker processes replay the order of epoch 0 (Lightning #21938). And late because a loader without workers draws
+    its shuffle at the first ``next`` too: whatever draws random numbers in between keeps its place in the stream.
+
+    Args:
+        inner: the loader to stand in for.
+        keeps_iterator: the user's own loader keeps its workers; it draws a seed for its first epoch only.
     """
 
-    _OWN = frozenset({"inner", "live"})
+    _OWN = frozenset({"inner", "keeps_iterator", "live"})
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, *, keeps_iterator: bool = False) -> None:
+        self.inner, self.keeps_iterator = inner, keeps_iterator
         self.live: weakref.ref[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -57,15 +64,41 @@ class LazyLoader:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches()
+        return self._batches(self._draw_seed())
 
-    def _batches(self) -> Iterator[Any]:
-        yield from self._start()
+    def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        yield from self._start(drawn)
 
-    def _start(self) -> Iterator[Any]:
-        iterator = iter(self.inner)
+    def _draw_seed(self) -> torch.Tensor | None:
+        """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
+        inner = self.inner
+        if not isinstance(inner, DataLoader) or inner.generator is not None:
+            return None  # it draws from a generator of its own, if at all
+        if self.keeps_iterator and inner._iterator is not None:
+            return None
+        state = torch.get_rng_state()
+        torch.empty((), dtype=torch.int64).random_()
+        return state
+
+    def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        with _generator_at(self.inner, drawn):
+            iterator: Iterator[Any] = iter(self.inner)
         try:
             self.live = weakref.ref(iterator)  # weak: an extra hold would keep its workers alive
         except TypeError:
             self.live = None
         return iterator
+
+
+@contextlib.contextmanager
+def _generator_at(loader: Any, state: torch.Tensor | None) -> Iterator[None]:
+    """Let a loader draw its seed from a generator in `state`, so that it gets the number drawn before."""
+    if state is None:
+        yield
+        return
+    loader.generator = torch.Generator()
+    loader.generator.set_state(state)
+    try:
+        yield
+    finally:
+        loader.generator = None

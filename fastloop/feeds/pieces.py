@@ -77,33 +77,39 @@ def _slice(member: Any, part: slice, total: int) -> Any:
         return rebuild(member, lambda inner: _slice(inner, part, total))
     except CannotSplit:
         raise
-    except TypeError as error:
+    except Exception as error:  # whatever a constructor of the user's raises
         raise CannotSplit(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
 
 
 def join(outputs: Sequence[Any], pieces: Sequence[Piece], loss: torch.Tensor) -> Any:
     """What training_step returns for the whole batch: the step's loss, and the other members put together.
 
-    Tensors with one row per sample are concatenated, single floating numbers averaged by samples; anything else is
-    the last piece's.
+    Tensors and lists with one entry per sample are concatenated, single floating numbers averaged by samples, also
+    inside mappings; anything else is the last piece's.
     """
     if not isinstance(outputs[-1], Mapping):
         return loss
-    joined = {key: _join_member([output[key] for output in outputs], pieces) for key in outputs[-1] if key != "loss"}
-    return {**joined, "loss": loss}
+    return {**_join_mapping(outputs, pieces), "loss": loss}
+
+
+def _join_mapping(outputs: Sequence[Any], pieces: Sequence[Piece]) -> dict[Any, Any]:
+    return {key: _join_member([output.get(key) for output in outputs], pieces) for key in outputs[-1] if key != "loss"}
 
 
 def _join_member(members: Sequence[Any], pieces: Sequence[Piece]) -> Any:
+    if all(isinstance(member, Mapping) for member in members):
+        return _join_mapping(members, pieces)
+    if all(isinstance(member, list) and len(member) == piece.samples
+           for member, piece in zip(members, pieces, strict=True)):  # fmt: skip
+        return [entry for member in members for entry in member]
     if all(isinstance(member, torch.Tensor) for member in members):
-        if all(member.dim() and member.shape[0] == piece.samples for member, piece in zip(members, pieces, strict=True)):
+        if all(member.dim() and len(member) == piece.samples for member, piece in zip(members, pieces, strict=True)):
             return torch.cat(list(members))
         if all(member.dim() == 0 and member.is_floating_point() for member in members):
-            return mean(members, pieces)
+            return mean(members, [piece.samples for piece in pieces])
     return members[-1]
 
 
-def mean(values: Sequence[Any], pieces: Sequence[Piece]) -> Any:
-    """Mean over samples of one value per piece; numbers or 0-d tensors, without a synchronisation."""
-    return sum(value * piece.samples for value, piece in zip(values, pieces, strict=True)) / sum(
-        piece.samples for piece in pieces
-    )
+def mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Weighted mean of one value per piece; numbers or tensors of one shape, without a synchronisation."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

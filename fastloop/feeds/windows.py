@@ -1,4 +1,4 @@
-"""A batch sampler that hands out whole accumulation windows."""
+"""Accumulation windows: a batch sampler that hands them out whole, what forbids that, and what then counts steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
+
+from fastloop.records import Facts, LoaderFacts
 
 
 class WindowSampler:
@@ -39,3 +41,68 @@ class WindowSampler:
         if name == "batches":
             raise AttributeError(name)
         return getattr(self.batches, name)
+
+
+def used_batches(batches: int, limit: int | float | None) -> int:
+    """Batches of an epoch under ``limit_train_batches``, as Lightning counts them."""
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def batches_between_validations(batches: int, interval: int | float) -> int:
+    """``val_check_interval`` in batches of an epoch, as Lightning counts them."""
+    return interval if isinstance(interval, int) else max(1, int(batches * interval))
+
+
+def why_not_merged(facts: Facts, loader: LoaderFacts) -> str | None:
+    """Why accumulation windows cannot become loader batches here; None where they can."""
+    if not loader.is_dataloader or not loader.map_style or not loader.auto_collates:
+        return (f"{loader.kind} hands out ready batches, so an accumulation window cannot be merged;"
+                " a micro_batch smaller than the batch can still be split")  # fmt: skip
+    if loader.stateful:
+        return f"{loader.kind} keeps its own position for resuming, which merging would shift"
+    if loader.batches is None:
+        return f"{loader.kind} does not say how many batches an epoch has, so its last window is unknown"
+    batches, window = used_batches(loader.batches, facts.limit_train_batches), facts.accumulate
+    if batches < window:
+        return (f"an epoch has {batches} batches, fewer than the {window} of one window:"
+                " accumulation is already cut short; lower accumulate_grad_batches")  # fmt: skip
+    return _validation_would_move(facts, batches)
+
+
+def _validation_would_move(facts: Facts, batches: int) -> str | None:
+    interval, window = facts.val_check_interval, facts.accumulate
+    if interval is None or (interval == 1.0 and isinstance(interval, float)):
+        return None  # by the clock, or at the end of an epoch
+    every = batches_between_validations(batches, interval)
+    said = f"val_check_interval={interval}" + ("" if isinstance(interval, int) else f" ({every} batches)")
+    if every % window and every != batches:
+        return (f"{said} is not a multiple of accumulate_grad_batches={window}: validation would move;"
+                " write a multiple")  # fmt: skip
+    if not batches % window or (every == batches and facts.val_every_n_epochs is not None):
+        return None
+    if facts.val_every_n_epochs is None:
+        return (f"{said} counts across epochs (check_val_every_n_epoch=None), and an epoch's {batches} batches are no"
+                f" multiple of accumulate_grad_batches={window}: validation would move")  # fmt: skip
+    if -(-batches // window) % (every // window) == 0:
+        return (f"{said}: the short last window of an epoch ({batches % window} of {window} batches) would count as a"
+                " whole one and be validated")  # fmt: skip
+    return None
+
+
+def counted_in_steps(facts: Facts, loader: LoaderFacts) -> list[str]:
+    """What counted batches and counts optimizer steps in a merged run, each by name, and what stays."""
+    window, interval, limit = facts.accumulate, facts.val_check_interval, facts.limit_train_batches
+    notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
+    if isinstance(interval, int):
+        notes.append(f"val_check_interval {interval} batches = {interval // window} steps")
+    elif interval not in (None, 1.0):
+        notes.append(f"val_check_interval {interval}: validation stays after the same optimizer steps")
+    if limit not in (None, 1.0):
+        notes.append(f"limit_train_batches {limit} still means the loader's own batches")
+    notes.append("scheduler frequencies that count batches still do; max_steps, learning rates and global_step count"
+                 " optimizer steps, and each has the samples it had")  # fmt: skip
+    if loader.custom_collate:
+        notes.append(f"your collate_fn gets the samples of {window} batches at once (padding is to the longest of them)")
+    return notes

@@ -33,7 +33,9 @@ class Amp:
         if self.mode == "tf32":
             return self._plan_tf32(facts)
         if facts.autocasts:
-            raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; two owners of precision conflict")
+            raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
+        if not facts.plain_gradients:
+            raise NotApplicable(f"{facts.strategy} brings a precision of its own; write Trainer(precision=…) instead")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
         notes = []
@@ -67,6 +69,8 @@ def _allow_tf32(_site: Any) -> Applied:
     import torch
 
     before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        raise NotApplicable(f"float32 matmul precision is already {before!r}; your choice stands")
     torch.set_float32_matmul_precision("high")
 
     def probe() -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
@@ -38,26 +39,28 @@ class Compile:
             raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
         if not facts.compile_targets:
             raise NotApplicable("no inner module to compile: the LightningModule holds no submodule with parameters")
-        if self.mode in CUDA_GRAPHS and facts.device == "cuda" and (facts.micro_batches or facts.accumulate > 1):
+        several = facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled
+        if self.mode in CUDA_GRAPHS and facts.device == "cuda" and several:
             raise NotApplicable(f"mode {self.mode} replays CUDA graphs, which overwrite gradients under accumulation;"
                                 " write mode: default")  # fmt: skip
+        names = [name or "the module's own forward" for name in facts.compile_targets]
         return Change(parity="approximate", evaluation=True,
                       actions=(Action(keys=("model.compile",), when="model", do=self._compile),),
-                      notes=(f"compiles {', '.join(facts.compile_targets[:4])} at the first step",))  # fmt: skip
+                      notes=(f"compiles {', '.join(names[:4])} at the first step",))  # fmt: skip
 
     def _compile(self, site: Any) -> Applied:
-        before, failures = graphs.count(), list[str]()
-        names = site.facts.compile_targets
-        modules = [site.module.get_submodule(name) for name in names]
-        for name, module in zip(names, modules, strict=True):
-            _compile_in_place(module, name, failures, mode=self.mode, dynamic=self.dynamic)
+        before, codes = graphs.count(), dict[Any, CodeType]()
+        calls = [_Call(site.module.get_submodule(name), name, self, codes) for name in site.facts.compile_targets]
+        for call in calls:
+            call.module._compiled_call_impl = call
 
         def undo() -> None:
-            for module in modules:
-                module._compiled_call_impl = None
+            for call in calls:
+                vars(call.module).pop("_compiled_call_impl", None)
 
         def probe() -> Mapping[str, Any]:
-            return {**graphs.since(before), "failures": failures}
+            failures = [call.failure for call in calls if call.failure]
+            return {**graphs.since(before), "graphs": sum(call.graphs for call in calls), "failures": failures}
 
         return Applied(undo=undo, probe=probe)
 
@@ -68,35 +71,50 @@ class Compile:
             return Verdict(took=None, why="no step ran")
         if evidence["failures"]:
             return Verdict(took=False, why=f"fell back to eager: {evidence['failures'][0]}")
-        why = [f"{evidence['graphs']} graphs captured"]
+        count = evidence["graphs"]
+        why = [f"{count} graphs captured" if count else "0 graphs captured: nothing was compiled"]
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
         if evidence["limit_hit"]:
             why.append("recompile limit hit: running eager from there")
-        took = evidence["graphs"] > 0 and not evidence["limit_hit"]
-        return Verdict(took=took, why="; ".join(why) if evidence["graphs"] else "0 graphs captured: nothing was compiled")
+        return Verdict(took=count > 0 and not evidence["limit_hit"], why="; ".join(why))
 
 
-def _compile_in_place(module: Any, name: str, failures: list[str], *, mode: str, dynamic: bool | None) -> None:
-    """Route calls of the module through a compiled function, and back to eager for good should the backend fail.
+class _Call:
+    """A module's calls by way of a compiled function, and back to eager for good should the backend fail.
 
     ``module.compile()`` captures nothing for torch's own classes (nn.Sequential and friends are on Dynamo's skip
-    list); a plain function around ``_call_impl`` is captured for every class. Checked by the graphs counted.
+    list); a plain function around ``_call_impl`` is captured for every class.
     """
-    import torch
-    from torch._dynamo.exc import TorchDynamoException
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+    def __init__(self, module: Any, name: str, settings: Compile, codes: dict[Any, CodeType]) -> None:
+        import torch
 
-    compiled: Callable[..., Any] = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            failures.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
-            module._compiled_call_impl = None
+        def call(*args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-    module._compiled_call_impl = guarded
+        self.module, self.name = module, name or type(module).__name__
+        self.graphs, self.failure = 0, ""
+        # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
+        # object, and with it their graphs; all others, and every later fit, get one of their own.
+        alike = (type(module), *(parameter.shape for parameter in module.parameters()))
+        call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
+        mode = None if settings.mode == "default" else settings.mode
+        self.compiled: Callable[..., Any] = torch.compile(call, mode=mode, dynamic=settings.dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        captured = graphs.captured()
+        try:
+            return self.compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            message = (str(error).strip() or "no message").splitlines()[0]
+            self.failure = f"{self.name}: {type(error).__name__}: {message}"
+            vars(self.module).pop("_compiled_call_impl", None)
+            return self.module._call_impl(*args, **kwargs)
+        finally:
+            self.graphs += graphs.captured() - captured
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # copied and pickled modules are eager: a copy must not call the original

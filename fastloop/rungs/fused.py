@@ -3,14 +3,14 @@
 Faster because  one kernel per parameter group replaces a dozen elementwise kernels over all parameters.
 Costs           nothing in memory; last-digit rounding differs from the unfused update.
 Don't use when  the optimizer is under 2 % of the step, or its class has no fused form.
-Evidence        `fused` in every parameter group of the optimizer that stepped
+Evidence        `fused` in every parameter group, and steps those optimizers made since
 Source          https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,27 +35,36 @@ class Fused:
                       actions=(Action(keys=("optimizer.fused",), when="train_start", do=_fuse),))  # fmt: skip
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when every parameter group says fused after it stepped."""
+        """Taken when every parameter group says fused and the optimizers stepped since."""
         evidence = seen.evidence.get("fused", {})
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
-        return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["stepped"] > 0,
+        return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0,
                        why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups are fused,"
-                           f" {evidence['stepped']} parameters stepped")  # fmt: skip
+                           f" {evidence['steps']} optimizer steps ran so")  # fmt: skip
 
 
-def _refuse(optimizer: Any) -> None:
-    name = type(optimizer).__name__
+def _refuse(optimizer: Any, site: Any) -> None:
+    import torch
+
+    name, device = type(optimizer).__name__, site.facts.device
     if not type(optimizer).__module__.startswith("torch.optim") or \
             "fused" not in inspect.signature(type(optimizer).__init__).parameters:  # fmt: skip
         raise NotApplicable(f"{name} has no fused form")
+    if name == "Adagrad" and device != "cpu":
+        raise NotApplicable(f"Adagrad has no fused form on {device}")
+    if sparse := [key for key, module in site.module.named_modules()
+                  if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse]:  # fmt: skip
+        raise NotApplicable(f"{sparse[0]} makes sparse gradients, which fused optimizers do not take")
     for group in optimizer.param_groups:
         if group.get("fused"):
             raise NotApplicable(f"{name} is already fused")
-        if group.get("fused") is False or group.get("foreach"):
-            raise NotApplicable(f"{name} was made with foreach or fused set; your choice stands")
-        if group.get("differentiable"):
-            raise NotApplicable(f"{name} is differentiable, which a fused update is not")
+        for setting in ("fused", "foreach"):
+            if group.get(setting) is not None:
+                raise NotApplicable(f"{name} was made with {setting}={group[setting]}; your choice stands")
+        for setting in ("capturable", "differentiable"):
+            if group.get(setting):
+                raise NotApplicable(f"{name} was made with {setting}=True; your choice stands")
         if any(not parameter.is_floating_point() for parameter in group["params"]):
             raise NotApplicable(f"{name} holds parameters that are not real floating point")
 
@@ -63,44 +72,48 @@ def _refuse(optimizer: Any) -> None:
 def _fuse(site: Any) -> Applied:
     """Flip the optimizers in place: a new optimizer object would leave every scheduler talking to the old one."""
     for optimizer in site.optimizers:
-        _refuse(optimizer)
-    undos = [_flip(optimizer) for optimizer in site.optimizers]
+        _refuse(optimizer, site)
+    steps = [0]
+    undos = [_flip(optimizer, steps) for optimizer in site.optimizers]
 
     def probe() -> Mapping[str, Any]:
         groups = [group for optimizer in site.optimizers for group in optimizer.param_groups]
-        return {"groups": len(groups), "fused_groups": sum(group.get("fused") is True for group in groups),
-                "stepped": sum(len(optimizer.state) for optimizer in site.optimizers)}  # fmt: skip
+        fused = sum(group.get("fused") is True for group in groups)
+        return {"groups": len(groups), "fused_groups": fused, "steps": steps[0]}
 
-    return Applied(undo=lambda: [undo() for undo in undos] and None, probe=probe)
+    def undo() -> None:
+        for put_back in undos:
+            put_back()
+
+    return Applied(undo=undo, probe=probe)
 
 
-def _flip(optimizer: Any) -> Any:
-    """Make one optimizer fused; returns the undo, which moves step counters back to the host as unfused ones keep them."""
-    groups = [(group, group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+def _flip(optimizer: Any, steps: list[int]) -> Callable[[], None]:
+    """Make one optimizer fused and count its steps; returns the undo.
+
+    `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as it does for
+    the unfused optimizer: hooks and callbacks that read or clip gradients then see the same numbers.
+    """
     defaults = {key: optimizer.defaults.get(key) for key in ("fused", "foreach")}
-    scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
+
+    def count(*_: Any) -> None:
+        steps[0] += 1
 
     def set_steps(on_device: bool) -> None:
         for parameter, state in optimizer.state.items():
             if hasattr(state.get("step"), "to"):
                 state["step"] = state["step"].to(parameter.device if on_device else "cpu")
 
-    for group, _, _ in groups:
-        group["fused"], group["foreach"] = True, False
-    optimizer.defaults.update(fused=True, foreach=False)
-    optimizer._step_supports_amp_scaling = True  # how torch marks optimizers whose kernel unscales gradients itself
-    set_steps(on_device=True)
-
     def undo() -> None:
-        for group, fused, foreach in groups:
-            group["fused"], group["foreach"] = fused, foreach
-        for group in optimizer.param_groups[len(groups):]:  # groups a finetuning callback added meanwhile
-            group["fused"], group["foreach"] = defaults["fused"], defaults["foreach"]
+        counting.remove()
         optimizer.defaults.update(defaults)
-        if scaling is None:
-            optimizer.__dict__.pop("_step_supports_amp_scaling", None)
-        else:
-            optimizer._step_supports_amp_scaling = scaling
-        set_steps(on_device=False)
+        for group in optimizer.param_groups:  # with those that a finetuning callback added meanwhile
+            group.update(fused=None, foreach=None)
+        set_steps(on_device=False)  # where unfused optimizers keep their step counters
 
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    optimizer.defaults.update(fused=True, foreach=False)
+    set_steps(on_device=True)
+    counting = optimizer.register_step_post_hook(count)
     return undo

@@ -9,7 +9,7 @@ Source          https://docs.pytorch.org/tutorials/intermediate/memory_format_tu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,34 +27,73 @@ class Layout:
         """Ask for channels_last weights and inputs where there are 2-D convolutions."""
         if not facts.convs:
             raise NotApplicable("the model has no 2-D convolution")
+        kernels = Action(keys=("model.memory_format",), when="model", do=_channels_last)
+        state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(parity="approximate", evaluation=True, wants={"step.channels_last_inputs": True},
-                      actions=(Action(keys=("model.memory_format",), when="model", do=_channels_last),))  # fmt: skip
+                      actions=(kernels, state))  # fmt: skip
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when the weights have channels-last strides; says how many batches were converted."""
         evidence = seen.evidence.get("layout", {})
         right, total = evidence.get("channels_last_convs"), evidence.get("convs")
+        batches = evidence.get("converted_batches", 0)
         if right is None:
             return Verdict(took=None, why="the model was not looked at")
+        if not total:
+            return Verdict(took=batches > 0, why="the weights are the same in both orders (1x1 or depthwise kernels);"
+                                                 f" {batches} batches came channels-last")  # fmt: skip
         return Verdict(took=right > 0, why=f"{right} of {total} convolutions hold channels-last weights;"
-                                           f" {evidence.get('converted_batches', 0)} batches came channels-last")  # fmt: skip
+                                           f" {batches} batches came channels-last")  # fmt: skip
+
+
+def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
+    """Names and 4-D parameters of the convolutions [out, in, height, width], parametrized ones included."""
+    import torch
+
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.ConvTranspose2d)):
+            yield from ((key, kernel) for key, kernel in module.named_parameters(prefix=name) if kernel.dim() == 4)
 
 
 def _channels_last(site: Any) -> Applied:
-    """Convert the model in place (shapes, names and values stay) and count at the end what is still converted."""
+    """Convert the kernels in place (shapes, names and values stay) and count at the end what is still converted."""
     import torch
 
-    model = site.module
-    model.to(memory_format=torch.channels_last)
+    model, order = site.module, torch.channels_last
+    # Kernels the user already stores in another order are left alone, and so is every other 4-D parameter.
+    names = {name for name, kernel in _kernels(model) if kernel.is_contiguous()}
 
-    def undo() -> None:
-        model.to(memory_format=torch.contiguous_format)
+    def store(memory_format: Any) -> None:
+        for name, kernel in _kernels(model):
+            if name in names:
+                kernel.data = kernel.data.contiguous(memory_format=memory_format)
+                if kernel.grad is not None:
+                    kernel.grad.data = kernel.grad.data.contiguous(memory_format=memory_format)
 
     def probe() -> Mapping[str, Any]:
-        # A 1x1 kernel's strides are ambiguous and count as both orders; those cannot show anything.
-        weights = [module.weight for module in model.modules()
-                   if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1)]  # fmt: skip
-        right = sum(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
-        return {"convs": len(weights), "channels_last_convs": right}
+        # Where a size is 1 the strides can be both orders at once; such kernels show nothing.
+        telling = [kernel for _, kernel in _kernels(model)
+                   if kernel.is_contiguous() != kernel.is_contiguous(memory_format=order)]  # fmt: skip
+        return {"convs": len(telling), "channels_last_convs": sum(not kernel.is_contiguous() for kernel in telling)}
 
+    def undo() -> None:
+        store(torch.contiguous_format)
+        _match_state(site)
+
+    store(order)
     return Applied(undo=undo, probe=probe)
+
+
+def _match_state(site: Any) -> Applied:
+    """Store optimizer state in its parameter's order: a checkpoint's state comes in the order of the run that wrote it.
+
+    Fused kernels pair elements by their place in memory; with two orders CUDA refuses and the CPU errs in silence.
+    """
+    import torch
+
+    for parameter, state in ((key, state) for optimizer in site.optimizers for key, state in optimizer.state.items()):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape == parameter.shape:
+                ordered = torch.empty_strided(value.shape, parameter.stride(), dtype=value.dtype, device=value.device)
+                state[name] = value if value.stride() == parameter.stride() else ordered.copy_(value)
+    return Applied(undo=lambda: None)  # undone where the kernels are: their order comes first

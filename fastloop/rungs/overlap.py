@@ -43,13 +43,15 @@ class Overlap:
         """Ask for DDP settings and, once the model is wrapped, the hook."""
         if not facts.is_ddp:
             raise NotApplicable(f"needs DDP with several devices; the strategy is {facts.strategy}")
+        if facts.world_size < 2:
+            raise NotApplicable("one process has no gradients to exchange")
         if self.static_graph and (facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled):
             # pytorch #143580: the first backward under no_sync trips an internal assert.
             raise NotApplicable("static_graph with several backward passes per step fails inside DDP;"
                                 " turn static_graph off or do without accumulation and micro-batches")  # fmt: skip
         if self.gradient_as_bucket_view and facts.detaches_grads:
             raise NotApplicable(f"{', '.join(facts.detaches_grads)} calls detach_() on gradients, which bucket views"
-                                " forbid; use zero_grad(set_to_none=True) or gradient_as_bucket_view: false")  # fmt: skip
+                                " forbid; set gradients to None, or gradient_as_bucket_view: false")  # fmt: skip
         if self.comm_hook != "none" and facts.user_comm_hook:
             raise NotApplicable("the strategy already has your own ddp_comm_hook; it stands")
         wants: dict[str, Any] = {"ddp.gradient_as_bucket_view": self.gradient_as_bucket_view}
@@ -68,8 +70,9 @@ class Overlap:
         try:
             state, hook = _hook(self.comm_hook)
             site.wrapped.register_comm_hook(state, _counting(hook, counted))
-        except (TypeError, RuntimeError, ImportError) as error:
-            raise NotApplicable(f"the {self.comm_hook} hook cannot be registered here: {error}") from error
+        except (TypeError, ValueError, RuntimeError, ImportError) as error:
+            raise NotApplicable(f"the {self.comm_hook} hook cannot be registered here ({error});"
+                                " the bucket settings are in place") from error  # fmt: skip
 
         def probe() -> Mapping[str, Any]:
             return {"comm_hook": self.comm_hook, "hook_calls": counted[0]}

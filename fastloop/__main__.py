@@ -1,0 +1,5 @@
+"""``python -m fastloop``."""
+
+from fastloop.cli import main
+
+main()

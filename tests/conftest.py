@@ -1,0 +1,68 @@
+"""What every test is held to: no leaked threads, processes, environment variables or process groups; a time limit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# A test that needs real photographs looks here and skips politely where the folder is absent.
+SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+_ALLOWED_THREADS = ("pytest_timeout", "tqdm", "Dummy", "Thread-inductor", "SubprocPool", "ThreadPoolExecutor", "raw-read")
+_ALLOWED_VARIABLES = ("PYTEST_", "PL_", "COLUMNS", "LINES", "TORCHINDUCTOR", "TRITON", "KMP_", "CUDA_MODULE_LOADING",
+                      "POPLAR", "TORCHELASTIC", "PWD", "OLDPWD", "TF2_BEHAVIOR", "MPLBACKEND", "TORCH_NCCL")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def police() -> Iterator[None]:
+    """Fail a test that leaves something behind."""
+    before_threads = set(threading.enumerate())
+    before_variables = dict(os.environ)
+    before_children = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    variables = {name for name in set(os.environ) ^ set(before_variables) if not name.startswith(_ALLOWED_VARIABLES)}
+    for name in variables:
+        os.environ.pop(name, None)
+    assert not variables, f"leaked environment variables: {sorted(variables)}"
+    assert not (left := _wait(lambda: _threads(before_threads))), f"leaked threads: {left}"
+    assert not (left := _wait(lambda: _children(before_children))), f"leaked processes: {left}"
+
+
+def _wait(leftovers: object, limit_s: float = 5.0) -> list[str]:
+    """Leftovers that are still there after a moment: some need one to end."""
+    end = time.monotonic() + limit_s
+    while (left := leftovers()) and time.monotonic() < end:  # type: ignore[operator]
+        time.sleep(0.05)
+    return left
+
+
+def _threads(before: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread not in before and thread.is_alive()
+            and not thread.daemon and not thread.name.startswith(_ALLOWED_THREADS)]  # fmt: skip
+
+
+def _children(before: set[int]) -> list[str]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            # Inductor keeps a pool of compile workers for the life of the process, Python one resource tracker.
+            ours = child.pid not in before and child.status() != psutil.STATUS_ZOMBIE
+            if ours and not any(name in command for name in ("compile_worker", "resource_tracker", "forkserver")):
+                found.append(f"{child.pid} {command[:100]}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The folder of real data; skips where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("no real data beside the repository")
+    return SHARED_DATA

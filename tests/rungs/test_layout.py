@@ -1,0 +1,199 @@
+"""The layout rung: channels-last kernels and inputs, and nothing else changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastloop.errors import NotApplicable
+from fastloop.records import Facts, Measurement
+from fastloop.rungs.layout import Layout
+from tests import models
+from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
+
+LAYOUT: dict[str, Any] = {"layout": {}}
+LAST = torch.channels_last
+
+
+class Pictures(L.LightningModule):
+    """3 x 8 x 8 pictures to one number; notes the order of its inputs and kernels."""
+
+    def __init__(self, lr: float = 0.05, fused: bool | None = None, adam: bool = False) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 1),
+            torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 1))  # fmt: skip
+        self.bias = torch.nn.Parameter(torch.zeros(1, 3, 8, 8))
+        self.lr, self.fused, self.adam = lr, fused, adam
+        self.orders: list[tuple[bool, bool, bool]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.orders.append((x.is_contiguous(memory_format=LAST), self.net[0].weight.is_contiguous(memory_format=LAST),
+                            self.bias.is_contiguous(memory_format=LAST)))  # fmt: skip
+        return torch.nn.functional.mse_loss(self.net(x + self.bias), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(x), y))
+        self.log("channels_last", float(x.is_contiguous(memory_format=LAST)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.adam:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.fused)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, fused=self.fused)
+
+
+def pictures(samples: int = 32, side: int = 8) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 3, side, side, generator=generator)
+    return DataLoader(TensorDataset(x, x.mean(dim=(1, 2, 3)).unsqueeze(1)), batch_size=8)
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights and running statistics; not BatchNorm's integer counter."""
+    return {name: tensor for name, tensor in models.weights(module).items() if tensor.is_floating_point()}
+
+
+def strides(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.stride() for name, tensor in module.state_dict().items()}
+
+
+def test_plan() -> None:
+    with pytest.raises(NotApplicable) as reason:
+        Layout(enabled=True).plan(Facts())
+    assert str(reason.value) == "the model has no 2-D convolution"
+    change = Layout(enabled=True).plan(Facts(convs=("net.0",)))
+    assert dict(change.wants) == {"step.channels_last_inputs": True}
+    assert [(action.keys, action.when) for action in change.actions] == [
+        (("model.memory_format",), "model"), (("optimizer.memory_format",), "train_start")]  # fmt: skip
+    assert change.parity == "approximate" and change.evaluation
+
+
+def test_takes() -> None:
+    module = seeded(Pictures)
+    watcher, _ = fit(LAYOUT, module, pictures(), val=pictures())
+    assert set(module.orders) == {(True, True, False)}  # inputs and kernels; other 4-D parameters stay
+    assert verdict(watcher, "layout").took is True
+    assert verdict(watcher, "layout").why.startswith("2 of 2 convolutions hold channels-last weights; ")
+    assert evidence(watcher, "layout")["converted_batches"] >= 4
+
+    plain = seeded(Pictures)
+    fit(None, plain, pictures())
+    assert set(plain.orders) == {(False, False, False)}
+
+    watcher, _ = fit(LAYOUT, seeded())  # a model without convolutions
+    assert verdict(watcher, "layout").took is False
+    assert verdict(watcher, "layout").why == "the model has no 2-D convolution"
+
+    class TakesItBack(L.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.to(memory_format=torch.contiguous_format)
+
+    watcher, _ = fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(TakesItBack(),))
+    assert verdict(watcher, "layout").took is False
+    assert verdict(watcher, "layout").why.startswith("0 of 2 convolutions")
+
+
+def test_kernels_without_an_order_are_judged_by_the_inputs() -> None:
+    assert Layout().verify(Measurement()).took is None
+    seen = Measurement(evidence={"layout": {"convs": 0, "channels_last_convs": 0, "converted_batches": 3}})
+    assert Layout().verify(seen).took is True
+    seen = Measurement(evidence={"layout": {"convs": 0, "channels_last_convs": 0}})
+    assert Layout().verify(seen).took is False
+
+
+def test_parity() -> None:
+    def weights(rungs: Any, **settings: Any) -> dict[str, torch.Tensor]:
+        module = seeded(Pictures, **settings)
+        fit(rungs, module, pictures(), max_epochs=5)
+        return weights_of(module)
+
+    plain, ours = weights(None), weights(LAYOUT)
+    assert models.distance(plain, ours) < 1e-4
+    assert models.distance(plain, weights(LAYOUT, lr=0.0502)) > 1e-4  # the comparison can fail
+
+
+def test_undo() -> None:
+    module = seeded(Pictures)
+    before = strides(module)
+    _, trainer = fit(LAYOUT, module, pictures())
+    assert strides(module) == before
+    momenta = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
+    assert all(momentum.is_contiguous() for momentum in momenta)
+    assert all(parameter.grad is None or parameter.grad.is_contiguous() for parameter in module.parameters())
+
+    module, watcher = seeded(Pictures), loop(LAYOUT)
+    trainer = models.trainer(callbacks=[watcher, Raises()])
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.fit(module, pictures())
+    assert strides(module) == before
+    trainer.callbacks.pop()
+    trainer.fit(module, pictures())
+    assert verdict(watcher, "layout").took is True and strides(module) == before
+
+
+def test_the_users_own_order_and_other_dimensions_stay() -> None:
+    class Mixed(Pictures):
+        def __init__(self) -> None:
+            super().__init__()
+            self.volume = torch.nn.Conv3d(1, 1, 3)  # module.to(memory_format=channels_last) fails for 5-D weights
+            self.net[4].weight.data = self.net[4].weight.data.contiguous(memory_format=LAST)
+
+    module = seeded(Mixed)
+    before = strides(module)
+    watcher, _ = fit(LAYOUT, module, pictures())
+    assert verdict(watcher, "layout").took is True
+    assert strides(module) == before
+
+
+def test_validation_after_fit_is_validation_inside_fit() -> None:
+    module = seeded(Pictures)
+    _, trainer = fit(LAYOUT, module, pictures(), val=pictures())
+    inside = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.validate(module, pictures(), verbose=False)
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == inside
+    assert inside["channels_last"] == 1.0
+    plain = models.trainer()
+    plain.validate(module, pictures(), verbose=False)
+    assert float(plain.callback_metrics["channels_last"]) == 0.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"adam": True, "fused": True}])
+@pytest.mark.parametrize("first", [None, LAYOUT])
+@pytest.mark.parametrize("then", [None, LAYOUT])
+def test_checkpoints_go_both_ways(tmp_path: Path, first: Any, then: Any, settings: dict[str, Any]) -> None:
+    """Fused optimizers pair elements by their place in memory: state in another order than its kernel is silent harm."""
+    if first is then is None:
+        pytest.skip("the reference")
+
+    def resumed(first: Any, then: Any, lr: float = 0.01) -> dict[str, torch.Tensor]:
+        keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path / str(bool(first)), save_last=True)
+        fit(first, seeded(Pictures, **settings), pictures(), callbacks=(keeper,), enable_checkpointing=True)
+        module = seeded(Pictures, **settings, lr=lr)
+        fit(then, module, pictures(), ckpt=keeper.last_model_path, max_epochs=3, callbacks=(keeper,),
+            enable_checkpointing=True)  # fmt: skip
+        return weights_of(module)
+
+    plain, ours = resumed(None, None), resumed(first, then)
+    assert models.distance(plain, ours) < 1e-4
+    scrambled = {name: weight.flip(0) for name, weight in plain.items()}
+    assert models.distance(plain, scrambled) > 1e-4
+
+
+def test_checkpoints_are_stored_as_a_plain_run_stores_them(tmp_path: Path) -> None:
+    def stored(rungs: Any, name: str) -> dict[str, Any]:
+        keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path / name, save_last=True)
+        fit(rungs, seeded(Pictures), pictures(), callbacks=(keeper,), enable_checkpointing=True)
+        checkpoint = torch.load(keeper.last_model_path, weights_only=False)
+        state = checkpoint["optimizer_states"][0]["state"]
+        return {**{name: weight.stride() for name, weight in checkpoint["state_dict"].items()},
+                **{key: value["momentum_buffer"].stride() for key, value in state.items()}}  # fmt: skip
+
+    assert stored(LAYOUT, "ours") == stored(None, "plain")
+    assert not same({"a": torch.zeros(1)}, {"a": torch.ones(1)})
