@@ -132,6 +132,8 @@ class Applied:
     """Puts everything back; harmless when called twice."""
     probe: Callable[[], Mapping[str, Any]] = dict
     """Evidence from the running process; called after the first step and at the end."""
+    clean: Callable[[dict[str, Any]], None] = lambda _checkpoint: None
+    """Takes out of a checkpoint, in place, what a run without the rung would not have written."""
 
 
 @dataclass(frozen=True, kw_only=True)

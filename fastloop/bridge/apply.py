@@ -62,6 +62,7 @@ class Applier:
         """Enabled rungs whose plan waits for the train loader."""
         self._undos: list[tuple[str, Callable[[], None]]] = []
         self._probes: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
+        self._cleans: list[Callable[[dict[str, Any]], None]] = []
         self._evidence: dict[str, dict[str, Any]] = {}
         self._convert: ChannelsLast | None = None
         self._spy: DtypeSpy | None = None
@@ -120,7 +121,7 @@ class Applier:
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
-                self.loaders = TrainLoaders(site.trainer, site.strategy, undo=self._undo)
+                self.loaders = TrainLoaders(site.trainer, site.strategy, undo=self._undo, give_up=self._give_up)
             return self._change_loader(self.loaders, loader, site)
         except NotApplicable as error:
             reason = str(error)
@@ -185,30 +186,37 @@ class Applier:
         """Take out of a checkpoint what a run without us would not have written."""
         if self.loaders is not None:
             self.loaders.clean_checkpoint(checkpoint)
-        step = self.plan.step("fused")
-        if step is not None and step.status == "planned":
-            for state in checkpoint.get("optimizer_states", ()):
-                for group in state.get("param_groups", ()):
-                    group.update(fused=None, foreach=None)
+        for clean in self._cleans:
+            clean(checkpoint)
 
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
         self._undo_down_to(0)
         self._probes.clear()
+        self._cleans.clear()
         self.loaders = self.micro = self._site = self._convert = self._spy = None
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: Site) -> Any:
-        facts = dataclasses.replace(site.facts, loader=survey.loader_facts(loaders.original(loader)))
+        loader_facts = survey.loader_facts(loaders.original(loader), self.ladder.workers.start_method)
+        facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
         if changed.wants.get("step.micro_batch") and self.micro is None:
             self.micro = MicroBatches(changed.wants["step.micro_batch"], strict=self.strict)
             self._probe("batch", self.micro.evidence)
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
-            self.micro.windows = loaders.windows
+            self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_size
         return result
+
+    def _give_up(self, rung: str, reason: str) -> None:
+        """A rung that was planned for one train loader cannot apply to all of them."""
+        self._loader_rungs -= {rung}
+        if rung == "batch":
+            self.micro = None
+        if (step := self.plan.step(rung)) is not None:
+            self._skip(step, reason)
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
@@ -227,6 +235,7 @@ class Applier:
                 else:
                     self._undo(step.rung, applied.undo)
                     self._probe(step.rung, applied.probe)
+                    self._cleans.append(applied.clean)
 
     def _skip(self, step: Step, reason: str) -> None:
         skipped = dataclasses.replace(step, status="skipped", reason=reason)

@@ -139,7 +139,7 @@ class FastLoop(Callback):
 
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._training = self._first = True
+        self._first = True
         self._step = trainer.global_step
         if self._applier is not None:
             self._applier.train_start()
@@ -155,7 +155,7 @@ class FastLoop(Callback):
             self._watch.batch_end(loss, batch, step != self._step, trainer.accumulate_grad_batches)
             self._step = step
         if self._first:
-            self._first = False
+            self._first, self._training = False, True
             self._hear_batches(self._watch is not None)
             self._evidence(trainer)
 

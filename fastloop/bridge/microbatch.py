@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fastloop.bridge.piecelogs import PieceLogs
+from fastloop.bridge.step import attribute
 from fastloop.errors import FastLoopError
-from fastloop.feeds.pieces import CannotSplit, Piece, cut, join, mean
+from fastloop.feeds.pieces import CannotSplit, Piece, cut, join
+from fastloop.feeds.tree import samples
 from fastloop.feeds.windows import WindowSampler
 
 
@@ -32,36 +34,45 @@ class MicroBatches:
     def __init__(self, micro: int, *, strict: bool = False) -> None:
         self.micro, self.strict = micro, strict
         self.windows: WindowSampler | None = None
+        self.whole: int | None = None
+        """Samples every batch must have, but for an epoch's last one; None where that is not known."""
         self.problem: str | None = None
-        self.steps = 0
-        self.last: tuple[int, ...] = ()
+        self.steps = self.changed = 0
+        self.most: tuple[int, ...] = ()
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._window: tuple[tuple[int, ...], int] | None = None
+        self._window_of = -1
 
     def evidence(self) -> Mapping[str, Any]:
-        """Micro-batch sizes of the latest step, the loader batches merged into it, and what stood in the way."""
-        return {"steps": self.steps, "micro_batches": list(self.last), "samples": sum(self.last),
-                "merged_batches": self.windows.window if self.windows else 1, "problem": self.problem}  # fmt: skip
+        """Batches and how many of them ran in other pieces than the loader's own, the sizes of the most pieces one
+        of them ran in, the loader batches merged into one, and what stood in the way."""
+        return {"steps": self.steps, "changed_steps": self.changed, "micro_batches": list(self.most),
+                "samples": sum(self.most), "merged_batches": self.windows.window if self.windows else 1,
+                "problem": self.problem}  # fmt: skip
 
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
-        pieces = self._cut(batch)
-        self.steps += 1
-        self.last = tuple(piece.samples for piece in pieces)
+        pieces = self._cut(batch, trainer)
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
             return step(batch, *rest)
         module = strategy.lightning_module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]
-        outputs: list[Any] = []
         for parameter in parameters:
             parameter.grad = None
-        with _averaged_logs(module, pieces, outputs):
-            for piece in pieces[:-1]:
+        outputs: list[Any] = []
+        logs = PieceLogs(module, pieces)
+        with attribute(module, "log", logs.take):
+            for piece in pieces:
+                logs.piece = piece
+                if piece is pieces[-1]:
+                    outputs.append(step(piece.batch, *rest))
+                    break
                 with _no_exchange(strategy):
                     outputs.append(step(piece.batch, *rest))
-                    if loss_of(outputs[-1]) is not None:
-                        _backward(strategy, trainer, module, loss_of(outputs[-1]) * piece.weight)
-            outputs.append(step(pieces[-1].batch, *rest))
+                    if (loss := loss_of(outputs[-1])) is not None:
+                        _backward(strategy, trainer, module, loss * piece.weight)
+        logs.flush()
         held = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -77,20 +88,42 @@ class MicroBatches:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._held = []
 
-    def _cut(self, batch: Any) -> list[Piece]:
-        window = None
-        if self.windows is not None:
-            window = (self.windows.sizes.popleft(), self.windows.window)
+    def _cut(self, batch: Any, trainer: Any) -> list[Piece]:
+        window = self._next_window(trainer)
         try:
-            return cut(batch, self.micro, window)
+            if window is None:
+                self._check_size(batch, trainer)
+            pieces = cut(batch, self.micro, window)
         except CannotSplit as reason:
             if self.strict:
-                raise FastLoopError(got=f"batch.micro_batch={self.micro}", why=str(reason),
-                                    do="turn rungs.batch off, or strict to train with whole batches") from None  # fmt: skip
-            self.problem = f"batches run whole: {reason}"
+                do = "turn rungs.batch off, or strict to train with whole batches"
+                raise FastLoopError(got=f"batch.micro_batch={self.micro}", why=str(reason), do=do) from None
+            self.problem = str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window[0]) / window[1]
-            return [Piece(batch, sum(window[0]) if window else 0, share)]
+            pieces = [Piece(batch, sum(window[0]) if window else samples(batch) or 0, share)]
+        merged = len(window[0]) if window else 1
+        self.steps += 1
+        self.changed += len(pieces) > 1 or merged > 1
+        if len(pieces) > len(self.most):
+            self.most = tuple(piece.samples for piece in pieces)
+        return pieces
+
+    def _next_window(self, trainer: Any) -> tuple[tuple[int, ...], int] | None:
+        """Sizes of the loader batches in this batch; the same ones again where a closure runs its batch again."""
+        if self.windows is None:
+            return None
+        if (number := trainer.fit_loop.total_batch_idx) != self._window_of:
+            self._window, self._window_of = (self.windows.sizes.popleft(), self.windows.window), number
+        return self._window
+
+    def _check_size(self, batch: Any, trainer: Any) -> None:
+        """Refuse a batch whose first dimension is not its samples: a list of images [C, H, W] would be cut in C."""
+        rows = samples(batch)
+        if self.whole is None or rows is None or rows == self.whole:
+            return
+        if rows > self.whole or not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            raise CannotSplit(f"the loader's batches have {self.whole} samples, and the first tensor {rows} rows")
 
 
 def loss_of(output: Any) -> Any:
@@ -100,9 +133,10 @@ def loss_of(output: Any) -> Any:
 
 def _step_loss(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
     """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
-    last = loss_of(outputs[-1]) * pieces[-1].weight
-    return sum((loss_of(output).detach() * piece.weight for output, piece in zip(outputs[:-1], pieces, strict=False)),
-               start=last)  # type: ignore[no-any-return]  # fmt: skip
+    loss: torch.Tensor = loss_of(outputs[-1]) * pieces[-1].weight
+    for output, piece in zip(outputs[:-1], pieces, strict=False):
+        loss = loss + loss_of(output).detach() * piece.weight
+    return loss
 
 
 def _no_exchange(strategy: Any) -> contextlib.AbstractContextManager[Any]:
@@ -117,44 +151,3 @@ def _backward(strategy: Any, trainer: Any, module: Any, loss: torch.Tensor) -> N
     if (scaler := getattr(plugin, "scaler", None)) is not None:
         loss = scaler.scale(loss)
     plugin.backward(loss, module, trainer.optimizers[0])
-
-
-@contextlib.contextmanager
-def _averaged_logs(module: Any, pieces: Sequence[Piece], outputs: Sequence[Any]) -> Iterator[None]:
-    """Collect what training_step logs for each piece, and log it once for the whole batch.
-
-    Without it Lightning would show the last piece's value as the step's.
-    """
-    calls: dict[str, list[tuple[Any, Piece]]] = defaultdict(list)
-    options: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        calls[name].append((value, pieces[len(outputs)]))
-        size = (options[name][1].get("batch_size") or 0) if name in options else 0
-        if kwargs.get("batch_size") is not None:
-            kwargs["batch_size"] += size
-        options[name] = (args, kwargs)
-
-    module.log = log
-    try:
-        yield
-    finally:
-        del module.log
-    for name, logged in calls.items():
-        args, kwargs = options[name]
-        values, weights = [value for value, _ in logged], [piece for _, piece in logged]
-        module.log(name, _combined(values, weights, kwargs.get("reduce_fx", "mean")), *args, **kwargs)
-
-
-def _combined(values: Sequence[Any], pieces: Sequence[Piece], reduce: Any) -> Any:
-    numbers = all(isinstance(value, (int, float, torch.Tensor)) for value in values)
-    if len(values) == 1 or not numbers:  # a torchmetrics object has already seen every piece
-        return values[-1]
-    values = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
-    if reduce in ("mean", torch.mean):
-        return mean(values, pieces)
-    if reduce in ("sum", torch.sum):
-        return sum(values[1:], start=values[0])
-    stacked = torch.stack([torch.as_tensor(value) for value in values])
-    by_name = {"max": torch.max, "min": torch.min}
-    return by_name.get(reduce, reduce)(stacked)

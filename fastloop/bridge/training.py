@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import logging
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,7 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
     """
     if config.run.resume is not None and not trust_checkpoint:
         _check_checkpoint(config)
+    _quieten()
     pl.seed_everything(config.run.seed, verbose=False)
     module, data = build_recipe(config)
     loop = FastLoop(config, out=out, quiet=True)
@@ -114,6 +117,12 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
             raise KeyboardInterrupt from None
         raise
     return loop
+
+
+def _quieten() -> None:
+    """Keep Lightning's hints and its own deprecation warnings out of a report that has to be read."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\..*", message=r".*(does not have many workers|LeafSpec|log_every_n)")
 
 
 def _check_checkpoint(config: Config) -> None:
@@ -148,6 +157,7 @@ def dry_run(config: Config) -> DryRun:
     Raises:
         ConfigError: as `train`, and under ``strict`` where a rung cannot apply.
     """
+    _quieten()
     pl.seed_everything(config.run.seed, verbose=False)
     module, data = build_recipe(config)
     trainer = make_trainer(config, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from fastloop.commands.answer import Answer
 from fastloop.commands.outdir import claim
 from fastloop.config import load
+from fastloop.errors import ConfigError
 from fastloop.records import Plan
 from fastloop.report import files, summary
 
@@ -23,7 +25,13 @@ def run(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | 
 
     from fastloop.bridge.training import train  # here, so that a wrong key is reported before torch is imported
 
-    loop = train(config, where, trust_checkpoint=trust_checkpoint)
+    try:
+        loop = train(config, where, trust_checkpoint=trust_checkpoint)
+    except ConfigError:
+        if where is not None:
+            with contextlib.suppress(OSError):  # not empty: it was there before
+                where.rmdir()
+        raise
     if loop.measurement is None or not first:
         return Answer(text="")
     text = "\n".join(summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report=f"{where}/report.md"))

@@ -104,5 +104,5 @@ def counted_in_steps(facts: Facts, loader: LoaderFacts) -> list[str]:
     notes.append("scheduler frequencies that count batches still do; max_steps, learning rates and global_step count"
                  " optimizer steps, and each has the samples it had")  # fmt: skip
     if loader.custom_collate:
-        notes.append(f"your collate_fn gets the samples of {window} batches at once (padding is to the longest of them)")
+        notes.append(f"your collate_fn gets the samples of {window} batches at once: it pads to the longest of them")
     return notes

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Change, Facts, LoaderFacts, Measurement, Verdict
+from fastloop.feeds.windows import counted_in_steps, why_not_merged
+from fastloop.records import Change, Facts, Measurement, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +49,14 @@ class Batch:
         micro, size, window = self.micro_batch, facts.loader.batch_size, facts.accumulate
         notes = [*self._notes(facts)]
         if size is not None and micro > size and window > 1:
-            _refuse_merge(facts, facts.loader)
-            notes += _counts_steps(facts)
-            split = micro < size * window
+            if (reason := why_not_merged(facts, facts.loader)) is not None:
+                raise NotApplicable(reason)
+            notes += counted_in_steps(facts, facts.loader)
             return Change(parity="approximate", notes=tuple(notes),
                           wants={"step.micro_batch": micro, "loader.window": window,
                                  "trainer.accumulate_grad_batches": 1},
-                          facts={"accumulate": 1, "micro_batches": split})  # fmt: skip
+                          # A short last batch is a piece of its own even where a window runs in one.
+                          facts={"accumulate": 1, "micro_batches": True})  # fmt: skip
         if size is not None and micro >= size:
             raise NotApplicable(f"micro_batch={micro} with batches of {size} and no accumulation: a larger one would"
                                 " change the global batch" if micro > size else
@@ -90,42 +92,15 @@ class Batch:
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when the steps ran in micro-batches other than the loader's own."""
+        """Taken when steps ran in micro-batches other than the loader's own."""
         evidence: Any = seen.evidence.get("batch", {})
-        if evidence.get("problem"):
-            return Verdict(took=False, why=evidence["problem"])
         if not evidence.get("steps"):
             return Verdict(took=False, why="no optimizer step ran")
+        whole, problem = evidence["steps"] - evidence["changed_steps"], evidence.get("problem")
+        if not evidence["changed_steps"]:
+            return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
         sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
-        changed = evidence["merged_batches"] > 1 or len(evidence["micro_batches"]) > 1
-        return Verdict(took=changed, why=f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}")
-
-
-def _refuse_merge(facts: Facts, loader: LoaderFacts) -> None:
-    """Refuse what cannot become one loader batch per accumulation window."""
-    if not loader.is_dataloader or not loader.map_style or not loader.auto_collates:
-        raise NotApplicable(f"{loader.kind} hands out ready batches, so an accumulation window cannot be merged;"
-                            " a micro_batch smaller than the batch can still be split")  # fmt: skip
-    if loader.stateful:
-        raise NotApplicable(f"{loader.kind} keeps its own position for resuming, which merging would shift")
-    if loader.batches is not None and loader.batches < facts.accumulate:
-        raise NotApplicable(f"an epoch has {loader.batches} batches, fewer than the {facts.accumulate} of one window:"
-                            " accumulation is already cut short; lower accumulate_grad_batches")  # fmt: skip
-    interval = facts.val_check_interval
-    if isinstance(interval, int) and interval % facts.accumulate:
-        raise NotApplicable(f"val_check_interval={interval} is not a multiple of accumulate_grad_batches="
-                            f"{facts.accumulate}: validation would move; write a multiple")  # fmt: skip
-
-
-def _counts_steps(facts: Facts) -> list[str]:
-    """What counted batches and now counts optimizer steps, each by name."""
-    window = facts.accumulate
-    notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
-    if isinstance(facts.val_check_interval, int):
-        notes.append(f"val_check_interval {facts.val_check_interval} batches = {facts.val_check_interval // window} steps")
-    elif facts.val_check_interval not in (None, 1.0):
-        notes.append(f"val_check_interval {facts.val_check_interval} is rounded to whole windows of {window} batches")
-    if facts.limit_train_batches not in (None, 1.0):
-        notes.append(f"limit_train_batches {facts.limit_train_batches} still means the loader's own batches")
-    notes.append("scheduler frequencies that count batches are divided to count steps")
-    return notes
+        why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
+        if problem:
+            why += f"; {whole} of {evidence['steps']} batches could not be cut: {problem}"
+        return Verdict(took=True, why=why)

@@ -17,6 +17,9 @@ from typing import Any
 from fastloop.errors import NotApplicable
 from fastloop.records import Action, Applied, Change, Facts, Measurement, Verdict
 
+USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
+"""Settings of an optimizer whose user left the implementation to torch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
@@ -57,14 +60,9 @@ def _refuse(optimizer: Any, site: Any) -> None:
                   if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse]:  # fmt: skip
         raise NotApplicable(f"{sparse[0]} makes sparse gradients, which fused optimizers do not take")
     for group in optimizer.param_groups:
-        if group.get("fused"):
-            raise NotApplicable(f"{name} is already fused")
-        for setting in ("fused", "foreach"):
-            if group.get(setting) is not None:
+        for setting, usual in USUAL.items():
+            if group.get(setting, usual) is not usual:
                 raise NotApplicable(f"{name} was made with {setting}={group[setting]}; your choice stands")
-        for setting in ("capturable", "differentiable"):
-            if group.get(setting):
-                raise NotApplicable(f"{name} was made with {setting}=True; your choice stands")
         if any(not parameter.is_floating_point() for parameter in group["params"]):
             raise NotApplicable(f"{name} holds parameters that are not real floating point")
 
@@ -85,7 +83,13 @@ def _fuse(site: Any) -> Applied:
         for put_back in undos:
             put_back()
 
-    return Applied(undo=undo, probe=probe)
+    def clean(checkpoint: dict[str, Any]) -> None:
+        # With fused=True inside, a later run without us would be fused, too.
+        for state in checkpoint.get("optimizer_states", ()):
+            for group in state["param_groups"]:
+                group.update(fused=None, foreach=None)
+
+    return Applied(undo=undo, probe=probe, clean=clean)
 
 
 def _flip(optimizer: Any, steps: list[int]) -> Callable[[], None]:

@@ -80,8 +80,19 @@ def _channels_last(site: Any) -> Applied:
         store(torch.contiguous_format)
         _match_state(site)
 
+    def clean(checkpoint: dict[str, Any]) -> None:
+        usual = {id(kernel) for name, kernel in _kernels(model) if name in names}
+        for name in names & checkpoint.get("state_dict", {}).keys():
+            checkpoint["state_dict"][name] = checkpoint["state_dict"][name].contiguous()
+        for optimizer, stored in zip(site.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for place in stored["state"].keys() & {at for at, key in enumerate(parameters) if id(key) in usual}:
+                # A new dictionary: the one in the checkpoint is the live optimizer's own.
+                stored["state"][place] = {key: value.contiguous() if isinstance(value, torch.Tensor) else value
+                                          for key, value in stored["state"][place].items()}  # fmt: skip
+
     store(order)
-    return Applied(undo=undo, probe=probe)
+    return Applied(undo=undo, probe=probe, clean=clean)
 
 
 def _match_state(site: Any) -> Applied:

@@ -24,7 +24,7 @@ class Pin:
     def plan(self, facts: Facts) -> Change:
         """Ask for ``pin_memory`` where it can have an effect and is not on already."""
         if facts.device != "cuda":
-            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where nothing is copied from pinned memory")
+            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where no copy starts in pinned memory")
         if facts.loader is None:
             return Change(waits_for="the train loader")
         if not facts.loader.is_dataloader:

@@ -10,7 +10,7 @@ Source          https://docs.pytorch.org/docs/stable/data.html#multi-process-dat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records import Change, Facts, LoaderFacts, Measurement, Parity, Verdict
@@ -62,8 +62,8 @@ class Workers:
         parity: Parity = "approximate" if loader.draws_random else "exact"
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
-        wants = {"loader.num_workers": count, "loader.prefetch_factor": self.prefetch_factor,
-                 "loader.persistent_workers": persistent}  # fmt: skip
+        wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": self.prefetch_factor,
+                                 "loader.persistent_workers": persistent}  # fmt: skip
         if self.start_method != "auto":
             wants["loader.multiprocessing_context"] = self.start_method
         return Change(wants=wants, parity=parity, notes=tuple(notes))
@@ -75,10 +75,10 @@ class Workers:
             raise NotApplicable(f"the loader already has {loader.num_workers} workers; your number stands")
         if not loader.map_style:
             raise NotApplicable("an iterable dataset would be read whole by every worker and so be duplicated;"
-                                " shard it with torch.utils.data.get_worker_info, then set num_workers yourself")  # fmt: skip
+                                " shard it by torch.utils.data.get_worker_info, and set num_workers yourself")  # fmt: skip
         if loader.stateful:
-            raise NotApplicable(f"{loader.kind} shuffles differently with workers, and its saved position is bound to"
-                                " their number; set num_workers yourself before the run starts")  # fmt: skip
+            raise NotApplicable(f"{loader.kind} shuffles differently with workers, and its saved position is bound"
+                                " to their number; set num_workers yourself before the run starts")  # fmt: skip
         if loader.worker_hazards:
             raise NotApplicable(f"the dataset cannot go to workers: {'; '.join(loader.worker_hazards)}")
         method = loader.start_method if self.start_method == "auto" else self.start_method

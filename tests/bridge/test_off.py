@@ -39,9 +39,8 @@ class Noisy(Dataset[Any]):
 class Body(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Flatten()
-        )
+        normed = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()
+        self.layers = torch.nn.Sequential(*normed, torch.nn.Dropout(0.3), torch.nn.Flatten())
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.layers(images)
@@ -138,6 +137,7 @@ def test_the_plain_run_has_what_the_comparison_is_about(plain: tuple[Path, int, 
     assert sorted(trace.checkpoints) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
     assert "val_loss" in trace.metrics and "loss_step" in trace.metrics_file
     assert [kind.__name__ for kind in trace.strategies] == ["SingleDeviceStrategy"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "the inner module was to be compiled"
 
 
 OFF: dict[str, Callable[[], Callback | None]] = {

@@ -12,15 +12,18 @@ from fastloop import FastLoop, Verdict
 from fastloop.records import Measurement
 from tests import models
 
+Rungs = Mapping[str, Mapping[str, Any]]
+"""Settings of the rungs to switch on, by name."""
 
-def loop(rungs: Mapping[str, Mapping[str, Any]], **settings: Any) -> FastLoop:
+
+def loop(rungs: Rungs, **settings: Any) -> FastLoop:
     """A FastLoop with these rungs on, watching from the second step."""
     config = {"rungs": {name: {"enabled": True, **keys} for name, keys in rungs.items()}, "watch": {"warmup_steps": 1}}
     return FastLoop(config, quiet=True, **settings)
 
 
-def fit(rungs: Mapping[str, Mapping[str, Any]] | None, module: L.LightningModule, train: Any = None, *, val: Any = None,
-        ckpt: Any = None, callbacks: tuple[Any, ...] = (), **settings: Any) -> tuple[FastLoop | None, L.Trainer]:  # fmt: skip
+def fit(rungs: Rungs | None, module: L.LightningModule, train: Any = None, *, val: Any = None, ckpt: Any = None,
+        callbacks: tuple[Any, ...] = (), **settings: Any) -> tuple[FastLoop | None, L.Trainer]:  # fmt: skip
     """Fit `module` on the shared pairs; ``rungs=None`` is the plain run, without our callback."""
     watcher = None if rungs is None else loop(rungs)
     torch.manual_seed(1)

@@ -19,6 +19,7 @@ from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
 BF16: dict[str, Any] = {"amp": {}}
 FP16: dict[str, Any] = {"amp": {"mode": "16-mixed"}}
+STANDS = "the Trainer already runs precision {}; your choice stands"
 
 
 class Autocasting(models.Regression):
@@ -32,9 +33,9 @@ class Autocasting(models.Regression):
     ("16-mixed", {}, {"precision.plugin": "16-mixed"}),
     ("16-mixed", {"device": "cuda", "compute_capability": (7, 0)}, {"precision.plugin": "16-mixed"}),
     ("bf16-mixed", {"own_precision": True, "precision": "16-mixed"},
-     "the Trainer already runs precision 16-mixed; your choice stands"),
+     STANDS.format("16-mixed")),
     ("tf32", {"own_precision": True, "precision": "64-true"},
-     "the Trainer already runs precision 64-true; your choice stands"),
+     STANDS.format("64-true")),
     ("bf16-mixed", {"autocasts": ("Net.training_step",)},
      "Net.training_step enters autocast itself; precision has one owner"),
     ("bf16-mixed", {"plain_gradients": False, "strategy": "FSDPStrategy"},
@@ -187,9 +188,9 @@ def test_validation_after_fit_is_validation_inside_fit() -> None:
 
 
 @pytest.mark.parametrize(("module", "settings", "reason"), [
-    (models.Regression, {"precision": "bf16-mixed"}, "the Trainer already runs precision bf16-mixed; your choice stands"),
-    (models.Regression, {"precision": "64-true"}, "the Trainer already runs precision 64-true; your choice stands"),
-    (models.Regression, {"plugins": "own"}, "the Trainer already runs precision 16-mixed; your choice stands"),
+    (models.Regression, {"precision": "bf16-mixed"}, STANDS.format("bf16-mixed")),
+    (models.Regression, {"precision": "64-true"}, STANDS.format("64-true")),
+    (models.Regression, {"plugins": "own"}, STANDS.format("16-mixed")),
     (Autocasting, {}, "Autocasting.training_step enters autocast itself; precision has one owner"),
 ])  # fmt: skip
 def test_the_users_precision_stands(module: Any, settings: dict[str, Any], reason: str) -> None:  # P7
@@ -240,7 +241,7 @@ def test_the_other_namespace() -> None:
 
     def weights(callbacks: list[Any], **settings: Any) -> dict[str, torch.Tensor]:
         trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_epochs=1,
-                             enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **settings)  # fmt: skip
+                             enable_progress_bar=False, callbacks=callbacks, **settings)  # fmt: skip
         module = Module()
         trainer.fit(module, models.loader())
         assert type(trainer.precision_plugin).__module__.startswith("pytorch_lightning.")

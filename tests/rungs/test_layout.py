@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Facts, Measurement
+from fastloop.records import Applied, Facts, Measurement
 from fastloop.rungs.layout import Layout
 from tests import models
-from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
+from tests.rungs.fits import Raises, evidence, fit, loop, seeded, verdict
 
 LAYOUT: dict[str, Any] = {"layout": {}}
 LAST = torch.channels_last
@@ -26,8 +26,8 @@ class Pictures(L.LightningModule):
     def __init__(self, lr: float = 0.05, fused: bool | None = None, adam: bool = False) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 1),
-            torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 1))  # fmt: skip
+            torch.nn.Conv2d(3, 8, 3, padding=1, bias=False), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 8, 1), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 1))  # fmt: skip
         self.bias = torch.nn.Parameter(torch.zeros(1, 3, 8, 8))
         self.lr, self.fused, self.adam = lr, fused, adam
         self.orders: list[tuple[bool, bool, bool]] = []
@@ -115,8 +115,8 @@ def test_parity() -> None:
         return weights_of(module)
 
     plain, ours = weights(None), weights(LAYOUT)
-    assert models.distance(plain, ours) < 1e-4
-    assert models.distance(plain, weights(LAYOUT, lr=0.0502)) > 1e-4  # the comparison can fail
+    assert models.distance(plain, ours) < 1e-5
+    assert models.distance(plain, weights(LAYOUT, lr=0.05001)) > 1e-5  # the comparison can fail
 
 
 def test_undo() -> None:
@@ -164,36 +164,46 @@ def test_validation_after_fit_is_validation_inside_fit() -> None:
     assert float(plain.callback_metrics["channels_last"]) == 0.0
 
 
+PLAIN_THEN = {"plain, then layout": (None, LAYOUT), "layout, then plain": (LAYOUT, None), "both": (LAYOUT, LAYOUT)}
+
+
+def resumed(folder: Path, first: Any, then: Any, **settings: Any) -> dict[str, torch.Tensor]:
+    """Weights after one epoch under `first` and two more, from its checkpoint, under `then`."""
+    keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, save_last=True, every_n_train_steps=1)
+    fit(first, seeded(Pictures, **settings), pictures(), callbacks=(keeper,), enable_checkpointing=True)
+    module = seeded(Pictures, **settings)
+    keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=folder)
+    fit(then, module, pictures(), ckpt=folder / "last.ckpt", max_epochs=3, callbacks=(keeper,),
+        enable_checkpointing=True)  # fmt: skip
+    return weights_of(module)
+
+
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"adam": True, "fused": True}])
-@pytest.mark.parametrize("first", [None, LAYOUT])
-@pytest.mark.parametrize("then", [None, LAYOUT])
-def test_checkpoints_go_both_ways(tmp_path: Path, first: Any, then: Any, settings: dict[str, Any]) -> None:
-    """Fused optimizers pair elements by their place in memory: state in another order than its kernel is silent harm."""
-    if first is then is None:
-        pytest.skip("the reference")
+@pytest.mark.parametrize("runs", PLAIN_THEN)
+def test_checkpoints_go_both_ways(tmp_path: Path, runs: str, settings: dict[str, Any]) -> None:
+    """Fused optimizers pair elements by their place in memory: state in another order than its kernel does harm."""
+    plain = resumed(tmp_path / "plain", None, None, **settings)
+    assert models.distance(plain, resumed(tmp_path / "ours", *PLAIN_THEN[runs], **settings)) < 2e-3
 
-    def resumed(first: Any, then: Any, lr: float = 0.01) -> dict[str, torch.Tensor]:
-        keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path / str(bool(first)), save_last=True)
-        fit(first, seeded(Pictures, **settings), pictures(), callbacks=(keeper,), enable_checkpointing=True)
-        module = seeded(Pictures, **settings, lr=lr)
-        fit(then, module, pictures(), ckpt=keeper.last_model_path, max_epochs=3, callbacks=(keeper,),
-            enable_checkpointing=True)  # fmt: skip
-        return weights_of(module)
 
-    plain, ours = resumed(None, None), resumed(first, then)
-    assert models.distance(plain, ours) < 1e-4
-    scrambled = {name: weight.flip(0) for name, weight in plain.items()}
-    assert models.distance(plain, scrambled) > 1e-4
+def test_that_comparison_sees_state_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"fused": True}
+    plain = resumed(tmp_path / "plain", None, None, **settings)
+    monkeypatch.setattr("fastloop.rungs.layout._match_state", lambda site: Applied(undo=lambda: None))
+    assert models.distance(plain, resumed(tmp_path / "ours", None, LAYOUT, **settings)) > 0.01
 
 
 def test_checkpoints_are_stored_as_a_plain_run_stores_them(tmp_path: Path) -> None:
-    def stored(rungs: Any, name: str) -> dict[str, Any]:
-        keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path / name, save_last=True)
-        fit(rungs, seeded(Pictures), pictures(), callbacks=(keeper,), enable_checkpointing=True)
+    def stored(name: str, rungs: Any, **settings: Any) -> list[torch.Tensor]:
+        keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path / name, save_last=True, every_n_train_steps=2)
+        fit(rungs, seeded(Pictures, **settings), pictures(), callbacks=(keeper,), enable_checkpointing=True)
         checkpoint = torch.load(keeper.last_model_path, weights_only=False)
-        state = checkpoint["optimizer_states"][0]["state"]
-        return {**{name: weight.stride() for name, weight in checkpoint["state_dict"].items()},
-                **{key: value["momentum_buffer"].stride() for key, value in state.items()}}  # fmt: skip
+        states = checkpoint["optimizer_states"][0]["state"].values()
+        return [*checkpoint["state_dict"].values(), *(state["momentum_buffer"] for state in states)]
 
-    assert stored(LAYOUT, "ours") == stored(None, "plain")
-    assert not same({"a": torch.zeros(1)}, {"a": torch.ones(1)})
+    ours, plain = stored("ours", LAYOUT), stored("plain", None)
+    assert all(tensor.is_contiguous() for tensor in ours)
+    # Saving mid-epoch changed nothing in the running optimizer.
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(stored("other", LAYOUT, lr=0.06), plain, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,146 @@
+"""Each recipe naive, under `safe` and under `full`, against a resident batch: what there is to gain and what is gained.
+
+    python benchmarks/recipes.py resnet50 --runs 3 [--data DIR] [--steps 40] [--arms naive,safe,full,resident]
+
+Every run is a fresh process; arms take turns, in an order shuffled each round. `resident` is the recipe's own step on
+one device batch that never moves (no data, no copy), in the precision and layout of `full`. One JSON line per run, then
+one per arm with the median and a t interval of log(rate) over its runs. No parity is checked here: that is `fastloop ab`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+LIMIT_S = 420
+DATA = {"resnet50": "imagenet-sample.tar", "cifar10": "cifar10-jpg.tar", "gpt2": "tinyshakespeare.txt"}
+FULL = {
+    "resnet50": ["rungs.batch.micro_batch=256"],
+    "gpt2": ["rungs.batch.micro_batch=64"],
+    "cifar10": ["rungs.batch.enabled=false"],
+}
+ARMS = {"naive": [], "safe": ["--config", "safe"], "full": ["--config", "full"], "resident": ["--config", "full"]}
+
+
+def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One run in a fresh process; its measurement, or what went wrong."""
+    overrides = [f"run.max_steps={options.steps}", f"watch.warmup_steps={options.warmup}", f"run.seed={seed}",
+                 f"recipe.size={options.size}", "trainer.logger=false", "trainer.limit_val_batches=0"]  # fmt: skip
+    if options.data:
+        overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
+    if arm in ("full", "resident"):
+        overrides += FULL[recipe]
+    command = [sys.executable, "-m", "fastloop", "run", recipe, *overrides, *ARMS[arm], "--json", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    if arm == "resident":
+        command = [sys.executable, __file__, "--resident", recipe, *command[5:-2]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"over {LIMIT_S} s"}
+    if done.returncode:
+        return {"error": done.stderr[-600:]}
+    content = json.loads(done.stdout[done.stdout.index("{"):])
+    seen, verdicts = content["measurement"], content["verdicts"]
+    return {
+        "samples_per_s": seen["samples_per_s"], "step_ms": seen["step_ms"], "lead_ms": seen["lead_ms"],
+        "data_wait_ms": seen["parts_ms"]["data_wait"], "peak_gib": seen["peak_gib"], "steps": seen["steps"],
+        "window_too_short": seen["window_too_short"], "loss_last": seen["loss"][-1] if seen["loss"] else None,
+        "took": [verdict["rung"] for verdict in verdicts if verdict["took"]],
+        "inactive": {verdict["rung"]: verdict["why"] for verdict in verdicts if not verdict["took"]},
+    }  # fmt: skip
+
+
+def resident(recipe: str, arguments: list[str]) -> None:
+    """The recipe's step on one batch that stays on the device, everything else as configured."""
+    from torch.utils.data import default_collate
+
+    from fastloop.bridge import training
+    from fastloop.commands.run import files
+    from fastloop.config import load
+
+    more = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--config"]
+    overrides = [text for text in arguments if "=" in text]
+    config = load(recipe, more=more, overrides=[*overrides, "rungs.workers.enabled=false", "rungs.pin.enabled=false",
+                                                "rungs.prefetch.enabled=false", "rungs.batch.enabled=false",
+                                                "trainer.accumulate_grad_batches=1"])  # fmt: skip
+    built = training.build_recipe
+
+    def with_resident_batch(config: Any) -> tuple[Any, Any]:
+        module, data = built(config)
+        # The micro-batch that `full` runs: the same work for each sample as in the arm it is the ceiling of.
+        size = next((int(text.split("=")[1]) for text in overrides if "micro_batch" in text), data.batch_size)
+
+        def train_dataloader() -> Any:
+            batch = default_collate([data.train_set[index % len(data.train_set)] for index in range(size)])
+            batch = [tensor.to("cuda") for tensor in batch]
+            return [batch] * 100_000
+
+        data.train_dataloader = train_dataloader
+        return module, data
+
+    training.build_recipe = with_resident_batch
+    loop = training.train(config, None)
+    print(json.dumps({"measurement": files.measurement_json(loop.measurement), **files.verdicts_json(loop.verdicts)}))
+
+
+def summarise(recipe: str, arm: str, rates: list[float], versions: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    logs = [math.log(rate) for rate in rates]
+    half = stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
+    middle = statistics.mean(logs)
+    return {"what": "recipes", "recipe": recipe, "arm": arm, "n": len(rates), "samples_per_s": statistics.median(rates),
+            "ci95": None if half is None else [math.exp(middle - half), math.exp(middle + half)],
+            "steps": options.steps, "warmup": options.warmup, "data": bool(options.data), "size": options.size,
+            **versions}  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    import torch
+
+    from fastloop.facts import versions
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"gpu": name, "versions": {key: value for key, value in versions().items()
+                                      if key in ("torch", "lightning", "python", "torchvision", "fastloop")}}  # fmt: skip
+
+
+def main() -> None:
+    if "--resident" in sys.argv:
+        position = sys.argv.index("--resident")
+        resident(sys.argv[position + 1], sys.argv[position + 2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=list(DATA))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--size", default="default")
+    parser.add_argument("--data", help="folder with the real data; without it the recipe's own made data")
+    parser.add_argument("--arms", default="naive,safe,full,resident")
+    options = parser.parse_args()
+    arms = options.arms.split(",")
+    rates: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number in range(options.runs):
+        for arm in random.Random(number).sample(arms, len(arms)):
+            found = one(options.recipe, arm, options, seed=number)
+            print(json.dumps({"recipe": options.recipe, "arm": arm, "run": number, **found}), flush=True)
+            if found.get("samples_per_s"):
+                rates[arm].append(found["samples_per_s"])
+    versions = environment()
+    for arm, values in rates.items():
+        if values:
+            print(json.dumps(summarise(options.recipe, arm, values, versions, options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
