@@ -78,8 +78,8 @@ def spans(profiler: Any, copies: bool) -> list[Span]:
     for event in profiler.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        is_copy = "memcpy htod" in event.name.lower()
-        if is_copy == copies and "memcpy" in event.name.lower() or (not copies and "mem" not in event.name.lower()[:4]):
+        name = event.name.lower()
+        if ("memcpy htod" in name) if copies else not name.startswith("mem"):
             found.append((event.time_range.start, event.time_range.end))
     return sorted(span for span in found if span[1] - span[0] > 0)
 

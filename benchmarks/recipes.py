@@ -10,6 +10,7 @@ one per arm with the median and a t interval of log(rate) over its runs. No pari
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -29,12 +30,14 @@ FULL = {
     "gpt2": ["rungs.batch.micro_batch=64"],
     "cifar10": ["rungs.batch.enabled=false"],
 }
+LONGER = {"naive": 1, "safe": 2, "full": 4, "resident": 4}
+"""Times --steps: the fast arms hold more batches in queues, and need longer windows to be past them."""
 ARMS = {"naive": [], "safe": ["--config", "safe"], "full": ["--config", "full"], "resident": ["--config", "full"]}
 
 
 def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One run in a fresh process; its measurement, or what went wrong."""
-    overrides = [f"run.max_steps={options.steps}", f"watch.warmup_steps={options.warmup}", f"run.seed={seed}",
+    overrides = [f"run.max_steps={options.steps * LONGER[arm]}", f"watch.warmup_steps={options.warmup}", f"run.seed={seed}",
                  f"recipe.size={options.size}", "trainer.logger=false", "trainer.limit_val_batches=0"]  # fmt: skip
     if options.data:
         overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
@@ -61,6 +64,16 @@ def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[s
     }  # fmt: skip
 
 
+class Resident:
+    """One batch, for ever. Not a list: Lightning would take that for a list of loaders."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Any:
+        return itertools.repeat(self.batch)
+
+
 def resident(recipe: str, arguments: list[str]) -> None:
     """The recipe's step on one batch that stays on the device, everything else as configured."""
     from torch.utils.data import default_collate
@@ -69,7 +82,7 @@ def resident(recipe: str, arguments: list[str]) -> None:
     from fastloop.commands.run import files
     from fastloop.config import load
 
-    more = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--config"]
+    more = [value for flag, value in itertools.pairwise(arguments) if flag == "--config"]
     overrides = [text for text in arguments if "=" in text]
     config = load(recipe, more=more, overrides=[*overrides, "rungs.workers.enabled=false", "rungs.pin.enabled=false",
                                                 "rungs.prefetch.enabled=false", "rungs.batch.enabled=false",
@@ -84,7 +97,7 @@ def resident(recipe: str, arguments: list[str]) -> None:
         def train_dataloader() -> Any:
             batch = default_collate([data.train_set[index % len(data.train_set)] for index in range(size)])
             batch = [tensor.to("cuda") for tensor in batch]
-            return [batch] * 100_000
+            return Resident(batch)
 
         data.train_dataloader = train_dataloader
         return module, data
@@ -100,7 +113,7 @@ def summarise(recipe: str, arm: str, rates: list[float], versions: dict[str, Any
     middle = statistics.mean(logs)
     return {"what": "recipes", "recipe": recipe, "arm": arm, "n": len(rates), "samples_per_s": statistics.median(rates),
             "ci95": None if half is None else [math.exp(middle - half), math.exp(middle + half)],
-            "steps": options.steps, "warmup": options.warmup, "data": bool(options.data), "size": options.size,
+            "steps": options.steps * LONGER[arm], "warmup": options.warmup, "data": bool(options.data), "size": options.size,
             **versions}  # fmt: skip
 
 

@@ -21,6 +21,9 @@ train_start = optimizers exist and hold their restored state."""
 
 PARTS = ("data_wait", "h2d", "forward", "backward", "optimizer", "comm_exposed", "callbacks_logging",
          "validation", "checkpoint", "epoch_gap", "host_other", "unexplained")  # fmt: skip
+STEP_TIMES = ("mean", "median", "p10", "p90")
+GPU_READINGS = ("nvml_busy_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "watts")
+MFU_PEAKS = ("datasheet", "measured_peak", "dtype_in_use")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +213,7 @@ class Measurement:
     """Optimizer steps inside the window."""
     samples_per_s: float | None = None
     """All ranks together."""
-    step_ms: Mapping[str, float | None] = field(default_factory=dict)
-    """mean, median, p10, p90."""
+    step_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(STEP_TIMES))
     wall_ms: float | None = None
     lead_ms: float | None = None
     """How far the host runs ahead of the device (median); None on the CPU, where both are one clock."""
@@ -223,9 +225,9 @@ class Measurement:
     loss_every: int = 1
     """Optimizer steps between two points of ``loss``."""
     peak_gib: float | None = None
-    gpu: Mapping[str, float | None] = field(default_factory=dict)
+    gpu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(GPU_READINGS))
     tflop_per_s: float | None = None
-    mfu: Mapping[str, float | None] = field(default_factory=dict)
+    mfu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(MFU_PEAKS))
     tokens_per_s: float | None = None
     joule_per_sample: float | None = None
     usd_per_million_samples: float | None = None

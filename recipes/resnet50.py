@@ -69,7 +69,7 @@ class ResNet(L.LightningModule):
 class Photographs(L.LightningDataModule):
     """Photographs in a folder per class, randomly cropped for training and cropped in the middle for validation."""
 
-    EPOCH_BATCHES = 100
+    EPOCH_BATCHES = 1_000
 
     def __init__(self, data: str | None, size: str, *, crop_px: int, batch_size: int, train: int, val: int) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class Photographs(L.LightningDataModule):
         for_train = T.Compose([T.RandomResizedCrop(self.crop_px), T.RandomHorizontalFlip(), *to_tensor])
         for_val = T.Compose([T.Resize(self.crop_px * 256 // 224), T.CenterCrop(self.crop_px), *to_tensor])
         train, self.val_set = _data.picture_sets(self.folder(), for_train, for_val, outputs=1_000)
-        # The real ImageNet has 5,000 steps an epoch. A few hundred photographs would end one every other step, so they
-        # are gone through again and again until an epoch has a hundred micro-batches; each time they are cropped anew.
+        # The real ImageNet has 20,000 micro-batches an epoch. A few hundred photographs would end one every other step,
+        # so they are gone through again and again until an epoch has a thousand; each time they are cropped anew.
         length = max(len(train), self.EPOCH_BATCHES * self.batch_size)
         self.train_set: Dataset[Any] = Subset(train, [index % len(train) for index in range(length)])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastloop.bridge import namespace, survey
@@ -18,7 +19,7 @@ from fastloop.bridge.microbatch import MicroBatches
 from fastloop.bridge.step import ChannelsLast, DtypeSpy
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.ladder import Ladder, plan
-from fastloop.records import Applied, Facts, Moment, Plan, Step
+from fastloop.records import Action, Facts, Moment, Plan, Step
 
 
 @dataclass
@@ -74,8 +75,10 @@ class Applier:
         try:
             facts = survey.run_facts(trainer, strategy)
             planned = plan(self.ladder, facts)
+        except FastLoopError:
+            raise
         except Exception as error:
-            self.skip_all(f"this run could not be read: {_said(error)}", error)
+            self.skip_all(f"this run could not be read: {_said(error)}")
             return
         self._site = Site(trainer, strategy, facts)
         if trainer.state.fn != "fit":
@@ -87,14 +90,13 @@ class Applier:
         if "step.channels_last_inputs" in planned.wants:
             self._convert = ChannelsLast()
             self._probe("layout", self._convert.evidence)
-        if (mode := planned.wants.get("precision.plugin")) is not None:
-            self._set_precision(strategy, mode)
+        step, mode = planned.step("amp"), planned.wants.get("precision.plugin")
+        if step is not None and mode is not None:
+            self._try(step, partial(self._set_precision, strategy, mode))
         self._run("model")
 
-    def skip_all(self, reason: str, error: Exception | None = None) -> None:
-        """No rung applies, for one reason. Errors meant for a person, and any under ``strict``, are raised."""
-        if isinstance(error, FastLoopError):
-            raise error
+    def skip_all(self, reason: str) -> None:
+        """No rung applies, for one reason."""
         enabled = self.ladder.enabled()
         self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
         self._check_strict()
@@ -123,15 +125,13 @@ class Applier:
             if self.loaders is None:
                 self.loaders = TrainLoaders(site.trainer, site.strategy, undo=self._undo, give_up=self._give_up)
             return self._change_loader(self.loaders, loader, site)
-        except NotApplicable as error:
-            reason = str(error)
+        except FastLoopError:
+            raise
         except Exception as error:
-            if self.strict or isinstance(error, FastLoopError):
-                raise
             reason = _said(error)
         self.plan, self.loaders, self.micro, undos = before
         self._undo_down_to(undos)
-        if self.loaders is None:
+        if self.loaders is None or self.strict:
             self._skip_loader_rungs(reason)
         return loader
 
@@ -207,7 +207,7 @@ class Applier:
             self._probe("batch", self.micro.evidence)
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
-            self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_size
+            self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
         return result
 
     def _give_up(self, rung: str, reason: str) -> None:
@@ -219,23 +219,24 @@ class Applier:
             self._skip(step, reason)
 
     def _run(self, moment: Moment) -> None:
-        """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
+        """Run the planned actions of a moment."""
         for step in self.plan.planned:
             for action in step.change.actions:
-                if action.when != moment:
-                    continue
-                try:
-                    applied: Applied = action.do(self._site)
-                except NotApplicable as reason:
-                    self._skip(step, str(reason))
-                except Exception as error:
-                    if self.strict:
-                        raise
-                    self._skip(step, _said(error))
-                else:
-                    self._undo(step.rung, applied.undo)
-                    self._probe(step.rung, applied.probe)
-                    self._cleans.append(applied.clean)
+                if action.when == moment:
+                    self._try(step, partial(self._act, step, action))
+
+    def _act(self, step: Step, action: Action) -> None:
+        applied = action.do(self._site)
+        self._undo(step.rung, applied.undo)
+        self._probe(step.rung, applied.probe)
+        self._cleans.append(applied.clean)
+
+    def _try(self, step: Step, do: Callable[[], None]) -> None:
+        """What cannot apply is skipped with its reason, and training goes on."""
+        try:
+            do()
+        except Exception as error:
+            self._skip(step, _said(error))
 
     def _skip(self, step: Step, reason: str) -> None:
         skipped = dataclasses.replace(step, status="skipped", reason=reason)
@@ -289,7 +290,7 @@ class Applier:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
 
 
 def _ddp_settings(model: Any) -> dict[str, Any]:

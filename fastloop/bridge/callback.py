@@ -65,20 +65,19 @@ class FastLoop(Callback):
         strict: a rung that cannot apply is an error before step 1; default as the config has it.
         quiet: print nothing.
 
-    After ``fit``, on every rank: ``plan``, ``measurement``, ``verdicts`` and ``findings``.
+    After ``fit``, in every process that trained (the main one is none of them under ``ddp_spawn``): ``plan``,
+    ``measurement``, ``verdicts`` and ``findings``.
 
     Raises:
         ConfigError: the configuration cannot be used; says file, line and key.
     """
 
     def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *,
+        self, config: Mapping[str, Any] | str | os.PathLike[str] | None = None, *,
         out: str | os.PathLike[str] | None = None, strict: bool | None = None, quiet: bool = False,
     ) -> None:  # fmt: skip
         self.off = disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
-        self.run_dir: Path | None = None
-        """Where this rank wrote its files, if it did."""
         # Each instance has its own key: Lightning would refuse a second one before we can say what is wrong.
         self._key = f"FastLoop{next(_instances)}"
         self._forget()
@@ -88,10 +87,18 @@ class FastLoop(Callback):
         self._hear_batches(False)
         if self.off:
             return
-        self.config, ignored = (config, ()) if isinstance(config, Config) else from_callback(config)
+        self.config, ignored = from_callback(config)
         self.strict = self.config.strict if strict is None else strict
         if ignored and not quiet:
             rank_zero_info(f"fastloop: ignored in a callback, the Trainer is yours: {', '.join(ignored)}")
+
+    @classmethod
+    def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:
+        """A callback with a configuration that is checked already. Not an argument of ``FastLoop``: LightningCLI reads
+        the types of those, and would open any file it is given itself, should one of them be a dataclass."""
+        loop = cls(out=out, quiet=quiet)
+        loop.config, loop.strict = config, config.strict
+        return loop
 
     def _forget(self) -> None:
         """Nothing is known of any fit."""
@@ -99,6 +106,8 @@ class FastLoop(Callback):
         self.measurement: Measurement | None = None
         self.verdicts: tuple[Verdict, ...] = ()
         self.findings: tuple[Finding, ...] = ()
+        self.run_dir: Path | None = None
+        """Where this rank wrote its files, if it did."""
         self._loader_seen: Mapping[str, Any] = {}
 
     def _live(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class TrainLoaders:
         self._pinned: dict[str, Any] | None = None
         self._most_workers: int | None = None
         self._leaves, self._epoch = 0, -1
-        self._plain_size: int | None = None
+        self._plain_sizes: tuple[int, int] | None = None
         undo("loaders", self._give_back)
 
     @property
@@ -51,9 +51,9 @@ class TrainLoaders:
         return self._merge.windows if self._merge else None
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples every batch has, but for an epoch's last one; None where that is not known."""
-        return self._plain_size if self._leaves == 1 and self._merge is None else None
+    def batch_sizes(self) -> tuple[int, int] | None:
+        """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
+        return self._plain_sizes if self._leaves == 1 and self._merge is None else None
 
     @property
     def staged(self) -> bool:
@@ -68,9 +68,10 @@ class TrainLoaders:
     def change(self, loader: Any, plan: Plan, facts: Facts) -> Any:
         """The loader with the planned changes; the user's object stays as it is."""
         self._count_leaf()
+        if isinstance(loader, LazyLoader) and self.original(loader) is not loader:
+            loader.take_back()
         loader = self.original(loader)
-        plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
-        self._plain_size = loader.batch_sampler.batch_size if plain else None
+        self._plain_sizes = _plain_sizes(getattr(loader, "batch_sampler", None))
         if self._leaves > 1:
             self._keep_apart(facts)
         settings = {key.removeprefix("loader."): value for key, value in plan.wants.items()
@@ -216,3 +217,11 @@ class TrainLoaders:
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.original(loader) for loader in combined.flattened]
+
+
+def _plain_sizes(sampler: Any) -> tuple[int, int] | None:
+    """Sizes of the full and of the short last batch, where torch's own batch sampler makes them."""
+    if type(sampler) is not BatchSampler or not isinstance(sampler.sampler, Sized):
+        return None
+    short = 0 if sampler.drop_last else len(sampler.sampler) % sampler.batch_size
+    return sampler.batch_size, short or sampler.batch_size

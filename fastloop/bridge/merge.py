@@ -49,6 +49,9 @@ class Merge:
             if config.interval == "step" and config.frequency > 1:
                 self._frequencies.append((config, config.frequency))
                 config.frequency = _InBatches(config.frequency, self._batches_of)
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self.windows is not None and self.trainer.fit_loop.restarting and 0 < done < self._batches:
+            self.windows.limit_once = self._batches - done // self.window * self.window
         self._count(self._windows_of)
         self._counts_windows = True
 
@@ -108,6 +111,8 @@ class _InBatches(int):
 
 
 def _recount(counters: dict[str, int], convert: Callable[[int], int]) -> dict[str, int]:
-    """Counters in the other unit. Lightning reads the lag between them (completed behind ready by one): it stays."""
-    ready = convert(counters["ready"])
-    return {name: max(0, ready - (counters["ready"] - value)) for name, value in counters.items()}
+    """Counters in the other unit. Lightning reads how far each is from the next (completed one behind processed while
+    a batch's last hooks run): that stays.
+    """
+    done = convert(counters["processed"])
+    return {name: max(0, done + value - counters["processed"]) for name, value in counters.items()}

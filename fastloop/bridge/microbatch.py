@@ -34,14 +34,15 @@ class MicroBatches:
     def __init__(self, micro: int, *, strict: bool = False) -> None:
         self.micro, self.strict = micro, strict
         self.windows: WindowSampler | None = None
-        self.whole: int | None = None
-        """Samples every batch must have, but for an epoch's last one; None where that is not known."""
+        self.whole: tuple[int, int] | None = None
+        """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
         self.problem: str | None = None
         self.steps = self.changed = 0
         self.most: tuple[int, ...] = ()
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._window: tuple[tuple[int, ...], int] | None = None
         self._window_of = -1
+        self._misfit = False
 
     def evidence(self) -> Mapping[str, Any]:
         """Batches and how many of them ran in other pieces than the loader's own, the sizes of the most pieces one
@@ -98,7 +99,7 @@ class MicroBatches:
             if self.strict:
                 do = "turn rungs.batch off, or strict to train with whole batches"
                 raise FastLoopError(got=f"batch.micro_batch={self.micro}", why=str(reason), do=do) from None
-            self.problem = str(reason)
+            self.problem = self.problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window[0]) / window[1]
             pieces = [Piece(batch, sum(window[0]) if window else samples(batch) or 0, share)]
@@ -120,10 +121,12 @@ class MicroBatches:
     def _check_size(self, batch: Any, trainer: Any) -> None:
         """Refuse a batch whose first dimension is not its samples: a list of images [C, H, W] would be cut in C."""
         rows = samples(batch)
-        if self.whole is None or rows is None or rows == self.whole:
+        if self.whole is None or rows is None:
             return
-        if rows > self.whole or not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            raise CannotSplit(f"the loader's batches have {self.whole} samples, and the first tensor {rows} rows")
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self._misfit or not (rows == self.whole[0] or (last and rows == self.whole[1])):
+            self._misfit = True
+            raise CannotSplit(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
 
 
 def loss_of(output: Any) -> Any:

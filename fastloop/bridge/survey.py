@@ -19,6 +19,7 @@ from fastloop.evidence import dataset as datasets
 from fastloop.records import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LIGHTNING = tuple(f"{name}." for name in namespace.NAMES)
 
 
 def run_facts(trainer: Any, strategy: Any) -> Facts:
@@ -29,8 +30,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         cpu_count=machine.usable_cpus(), local_ranks=_local_ranks(trainer, strategy),
         device=device.type, **_device_facts(device), compiler=machine.cxx_compiler(os.environ),
         world_size=trainer.world_size, strategy=type(strategy).__name__.removeprefix("FastLoop_"),
-        is_ddp=hasattr(strategy, "_ddp_kwargs"), user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
-        plain_gradients=hasattr(strategy, "_ddp_kwargs") or isinstance(strategy, _single_device(strategy)),
+        is_ddp=_is_ddp(strategy), user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
+        plain_gradients=_is_ddp(strategy) or isinstance(strategy, _single_device(strategy)),
         precision=str(strategy.precision_plugin.precision),
         own_precision=type(strategy.precision_plugin).__name__ != "Precision",
         accumulate=trainer.accumulate_grad_batches,
@@ -46,6 +47,12 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if hook_owner(trainer, hook) is not None),
         **module_facts(module),
     )  # fmt: skip
+
+
+def _is_ddp(strategy: Any) -> bool:
+    """DDP itself: DeepSpeed's strategy inherits from it, but wraps the model in an engine of its own."""
+    inherits = {base.__name__ for base in type(strategy).__mro__}
+    return hasattr(strategy, "_ddp_kwargs") and "DeepSpeedStrategy" not in inherits
 
 
 def _single_device(strategy: Any) -> type:
@@ -71,7 +78,7 @@ def overrides(owner: Any, name: str) -> bool:
     """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
     for base in type(owner).__mro__:
         if name in vars(base) or name in getattr(owner, "__dict__", {}):
-            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(("lightning.", "pytorch_l"))
+            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(_LIGHTNING)
     return False
 
 
@@ -116,14 +123,14 @@ def _not_mean_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module])
 def _user_methods(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Name and source of the methods the user's own classes define."""
     for base in type(module).__mro__:
-        if base.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
+        if base.__module__.startswith((*_LIGHTNING, "torch.", "builtins")):
             continue
         for name, member in vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(function):
                 try:
                     yield name, inspect.getsource(function)
-                except OSError:  # typed at a prompt: nothing to read
+                except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: nothing to read
                     continue
 
 

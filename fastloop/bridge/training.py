@@ -105,11 +105,11 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
     _quieten()
     pl.seed_everything(config.run.seed, verbose=False)
     module, data = build_recipe(config)
-    loop = FastLoop(config, out=out, quiet=True)
+    loop = FastLoop.of(config, out=out, quiet=True)
     trainer = make_trainer(config, loop, out)
     # Lightning 2.6 can be told; before, torch.load's own default decided, and the file was checked above.
-    weights_only = {"weights_only": not trust_checkpoint} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
-    resume = {"ckpt_path": config.run.resume, **weights_only} if config.run.resume is not None else {}
+    weights_only: dict[str, Any] = {"weights_only": not trust_checkpoint} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    resume: dict[str, Any] = {"ckpt_path": config.run.resume, **weights_only} if config.run.resume is not None else {}
     try:
         trainer.fit(module, datamodule=data, **resume)
     except SystemExit:

@@ -76,8 +76,7 @@ class Watch:
     """Collects the marks of one fit on one rank. Issues no collective.
 
     Args:
-        queue: batches the loader's queues can hold, known once the loader is.
-        ready: batches waiting in them now, or None where that cannot be read.
+        ready: batches waiting in the loader's queues now, or None where that cannot be read.
     """
 
     def __init__(self, device: torch.device, settings: WatchSettings, *, world_size: int = 1,
@@ -104,14 +103,14 @@ class Watch:
         self.losses.add(loss, step_ends, batches_per_step)
         self.clock.batch_done(samples(batch), step_ends)
 
-    def finish(self, evidence: Mapping[str, Mapping[str, Any]], *, partial: bool = False) -> Measurement:
+    def finish(self, evidence: Mapping[str, Mapping[str, Any]]) -> Measurement:
         """Close the window and say what was seen; every number that could not be measured is None."""
         ready_at_end = self._ready() if self._was_open else None
         window = self.clock.close()
         common: dict[str, Any] = {
             "loss": self.losses.values(), "loss_every": self.losses.every, "peak_gib": self._peak_gib(),
-            "world_size": self.world_size, "total_steps": self.clock.total_steps, "partial": partial,
-            "warmup_steps": self.settings.warmup_steps, "device": self.device.type, "evidence": evidence,
+            "world_size": self.world_size, "total_steps": self.clock.total_steps, "evidence": evidence,
+            "warmup_steps": self.settings.warmup_steps, "device": self.device.type,
             "watch_us_per_step": cost_us(self.device) if self.clock.total_steps else None,
         }  # fmt: skip
         if window is None or window.steps == 0:

@@ -57,12 +57,16 @@ class _Ring:
 class _Fetch:
     asked: float
     event: Any
-    boundary: bool
+    ended: tuple[int, int] | None
+    """Batches and samples of the step that ends here; None inside a step."""
     got: float = 0.0
 
 
 class Clock:
     """Marks the loop calls, device or not. Not thread-safe; one per fit and rank.
+
+    The step that the synchronisation before the window falls into is left out, for it drained the device; so is the
+    last one, whose end is no call for a next batch but the end of the training.
 
     Args:
         device: where the steps run.
@@ -73,34 +77,35 @@ class Clock:
     def __init__(self, device: torch.device, warmup_steps: int, queued_batches: int = 0) -> None:
         self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
         self.total_steps = 0
+        self.open = False
+        """Whether the window has begun."""
         self._batches_seen = 0
-        self._open = False
-        self._begun = False
-        self._boundary = True
+        self._at_boundary = True
+        self._step_batches = self._step_samples = 0
         self._pending: deque[_Fetch] = deque()
         self._spare: list[Any] = []
         self._fetch: _Fetch | None = None
-        self._steps = self._batches = self._samples = self._step_sample = 0
-        self._wait = self._step_wait = 0.0
-        self._step_s, self._leads, self._step_samples = _Ring("d"), _Ring("d"), _Ring("q")
-        self._start = self._last_boundary = self._device_now = 0.0
+        # What the settled marks say, in seconds on the host's clock.
+        self._to_skip = 1 if device.type == "cuda" else 0
+        self._start: float | None = None
+        self._last_boundary = self._device_now = 0.0
         self._last_event: Any = None
-
-    @property
-    def open(self) -> bool:
-        """Whether the window has begun."""
-        return self._open
+        self._steps = self._batches = self._samples = 0
+        self._wait = self._step_wait = 0.0
+        self._step_s, self._leads, self._samples_of = _Ring("d"), _Ring("d"), _Ring("q")
 
     def ask(self) -> None:
         """The loop asks for a batch."""
-        asked = now()
-        if not self._open:
-            if not self._boundary or not self._warm():
+        boundary, self._at_boundary = self._at_boundary, False
+        if not self.open:
+            if not boundary or not self._warm():
                 return
             self._begin()
-            asked = self._start
-        boundary, self._boundary = self._boundary, False
-        self._fetch = _Fetch(asked, self._event(), boundary)
+        ended = None
+        if boundary:
+            ended = (self._step_batches, self._step_samples)
+            self._step_batches = self._step_samples = 0
+        self._fetch = _Fetch(now(), self._event(), ended)
 
     def got(self) -> None:
         """The loop has its batch."""
@@ -113,30 +118,25 @@ class Clock:
     def batch_done(self, samples: int | None, step_ends: bool) -> None:
         """The loop is done with a batch, and with an optimizer step if `step_ends`."""
         self._batches_seen += 1
-        if self._open:
-            self._batches += 1
-            self._step_sample += samples or 0
+        self._step_batches += 1
+        self._step_samples += samples or 0
         if step_ends:
-            self._boundary = True
+            self._at_boundary = True
             self.total_steps += 1
-            if self._open:
-                self._samples += self._step_sample
-                self._step_samples.add(self._step_sample)
-                self._step_sample = 0
 
     def close(self) -> Window | None:
-        """End the window (one synchronisation) and say what was measured; None where it never began."""
-        if not self._open:
+        """End the window (one synchronisation) and say what was measured; None where no step was measured."""
+        if not self.open:
             return None
         self._fetch = None
-        ended = now()
-        self._pending.append(_Fetch(ended, self._event(), boundary=self._boundary, got=ended))
         self._harvest(wait=True)
-        self._open = False
+        self.open = False
+        if self._start is None or not self._steps:
+            return None
         leads = self._leads.values
         return Window(
             steps=self._steps, batches=self._batches, samples=self._samples, wall_s=self._last_boundary - self._start,
-            data_wait_s=self._wait, step_s=tuple(self._step_s.values), step_samples=tuple(self._step_samples.values),
+            data_wait_s=self._wait, step_s=tuple(self._step_s.values), step_samples=tuple(self._samples_of.values),
             lead_s=median(leads) if leads and self.device.type == "cuda" else None,
         )  # fmt: skip
 
@@ -144,16 +144,16 @@ class Clock:
         return self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
 
     def _begin(self) -> None:
-        self._open = True
+        self.open = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._last_event = self._event()
-        self._start = self._last_boundary = self._device_now = now()
+        self._device_now = now()
 
     def _event(self) -> Any:
         if self.device.type != "cuda":
             return None
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -172,14 +172,24 @@ class Clock:
             self._device_now += self._last_event.elapsed_time(fetch.event) / 1e3
             self._spare.append(self._last_event)
             self._last_event = fetch.event
-        if fetch.boundary:
-            if self._begun:
-                self._steps += 1
-                self._step_s.add(self._device_now - self._last_boundary)
-            else:
-                self._begun, self._start = True, self._device_now
-            self._last_boundary = self._device_now
-            # Waits count once their step is whole, as its time does.
-            self._wait, self._step_wait = self._wait + self._step_wait, 0.0
-        self._leads.add(self._device_now - fetch.asked)
-        self._step_wait += max(0.0, fetch.got - self._device_now)
+        if fetch.ended is not None:
+            self._cross(*fetch.ended)
+        if self._start is not None:
+            self._leads.add(self._device_now - fetch.asked)
+            self._step_wait += max(0.0, fetch.got - self._device_now)
+
+    def _cross(self, batches: int, samples: int) -> None:
+        """The device passes from one step to the next."""
+        if self._start is not None:
+            self._steps += 1
+            self._batches += batches
+            self._samples += samples
+            self._wait += self._step_wait
+            self._step_s.add(self._device_now - self._last_boundary)
+            self._samples_of.add(samples)
+        elif self._to_skip:
+            self._to_skip -= 1
+            return
+        else:
+            self._start = self._device_now
+        self._step_wait, self._last_boundary = 0.0, self._device_now

@@ -43,10 +43,11 @@ class LazyLoader:
         keeps_iterator: the user's own loader keeps its workers; it draws a seed for its first epoch only.
     """
 
-    _OWN = frozenset({"inner", "keeps_iterator", "live"})
+    _OWN = frozenset({"inner", "keeps_iterator", "live", "_drawn"})
 
     def __init__(self, inner: Any, *, keeps_iterator: bool = False) -> None:
         self.inner, self.keeps_iterator = inner, keeps_iterator
+        self._drawn: torch.Tensor | None = None
         self.live: weakref.ref[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -64,23 +65,29 @@ class LazyLoader:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._draw_seed())
+        self._drawn = self._draw_seed()
+        return self._batches(self._drawn)
+
+    def take_back(self) -> None:
+        """Undo the draw of an ``iter`` that was a question: Lightning asks what is no DataLoader whether it iterates."""
+        if self._drawn is not None:
+            _generator(self.inner).set_state(self._drawn)
+            self._drawn = None
 
     def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         yield from self._start(drawn)
 
     def _draw_seed(self) -> torch.Tensor | None:
         """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
-        inner = self.inner
-        if not isinstance(inner, DataLoader) or inner.generator is not None:
-            return None  # it draws from a generator of its own, if at all
-        if self.keeps_iterator and inner._iterator is not None:
+        if not isinstance(self.inner, DataLoader) or (self.keeps_iterator and self.inner._iterator is not None):
             return None
-        state = torch.get_rng_state()
-        torch.empty((), dtype=torch.int64).random_()
+        generator = _generator(self.inner)
+        state = generator.get_state()
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
         return state
 
     def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        self._drawn = None
         with _generator_at(self.inner, drawn):
             iterator: Iterator[Any] = iter(self.inner)
         try:
@@ -90,15 +97,20 @@ class LazyLoader:
         return iterator
 
 
+def _generator(loader: DataLoader[Any]) -> torch.Generator:
+    """What a loader draws its seeds from."""
+    return torch.default_generator if loader.generator is None else loader.generator
+
+
 @contextlib.contextmanager
 def _generator_at(loader: Any, state: torch.Tensor | None) -> Iterator[None]:
     """Let a loader draw its seed from a generator in `state`, so that it gets the number drawn before."""
     if state is None:
         yield
         return
-    loader.generator = torch.Generator()
+    own, loader.generator = loader.generator, torch.Generator()
     loader.generator.set_state(state)
     try:
         yield
     finally:
-        loader.generator = None
+        loader.generator = own

@@ -24,11 +24,14 @@ class WindowSampler:
 
     def __init__(self, batches: Iterable[Any], window: int, limit: int | None = None) -> None:
         self.batches, self.window, self.limit = batches, window, limit
+        self.limit_once: int | None = None
+        """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
         self.sizes: deque[tuple[int, ...]] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.sizes.clear()
-        source = islice(iter(self.batches), self.limit)
+        limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
+        source = islice(iter(self.batches), limit)
         while window := [list(batch) for batch in islice(source, self.window)]:
             self.sizes.append(tuple(len(batch) for batch in window))
             yield [index for batch in window for index in batch]
@@ -73,14 +76,16 @@ def why_not_merged(facts: Facts, loader: LoaderFacts) -> str | None:
 
 def _validation_would_move(facts: Facts, batches: int) -> str | None:
     interval, window = facts.val_check_interval, facts.accumulate
-    if interval is None or (interval == 1.0 and isinstance(interval, float)):
-        return None  # by the clock, or at the end of an epoch
+    if interval is None:
+        return None  # by the clock
     every = batches_between_validations(batches, interval)
+    if every == batches:
+        return None  # at the end of each epoch
     said = f"val_check_interval={interval}" + ("" if isinstance(interval, int) else f" ({every} batches)")
-    if every % window and every != batches:
+    if every % window:
         return (f"{said} is not a multiple of accumulate_grad_batches={window}: validation would move;"
                 " write a multiple")  # fmt: skip
-    if not batches % window or (every == batches and facts.val_every_n_epochs is not None):
+    if not batches % window:
         return None
     if facts.val_every_n_epochs is None:
         return (f"{said} counts across epochs (check_val_every_n_epoch=None), and an epoch's {batches} batches are no"

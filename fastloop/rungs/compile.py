@@ -109,8 +109,8 @@ class _Call:
         try:
             return self.compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            message = (str(error).strip() or "no message").splitlines()[0]
-            self.failure = f"{self.name}: {type(error).__name__}: {message}"
+            message = " ".join(str(error).strip().split("\n\n")[0].split())  # hints come after a blank line
+            self.failure = f"{self.name}: {type(error).__name__}: {message[:200]}"
             vars(self.module).pop("_compiled_call_impl", None)
             return self.module._call_impl(*args, **kwargs)
         finally:

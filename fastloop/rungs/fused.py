@@ -48,17 +48,15 @@ class Fused:
 
 
 def _refuse(optimizer: Any, site: Any) -> None:
-    import torch
-
     name, device = type(optimizer).__name__, site.facts.device
     if not type(optimizer).__module__.startswith("torch.optim") or \
             "fused" not in inspect.signature(type(optimizer).__init__).parameters:  # fmt: skip
         raise NotApplicable(f"{name} has no fused form")
     if name == "Adagrad" and device != "cpu":
         raise NotApplicable(f"Adagrad has no fused form on {device}")
-    if sparse := [key for key, module in site.module.named_modules()
-                  if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse]:  # fmt: skip
-        raise NotApplicable(f"{sparse[0]} makes sparse gradients, which fused optimizers do not take")
+    for key, module in site.module.named_modules():
+        if hasattr(module, "embedding_dim") and getattr(module, "sparse", False):
+            raise NotApplicable(f"{key} makes sparse gradients, which fused optimizers do not take")
     for group in optimizer.param_groups:
         for setting, usual in USUAL.items():
             if group.get(setting, usual) is not usual:
@@ -75,9 +73,8 @@ def _fuse(site: Any) -> Applied:
     undos = [_flip(optimizer, steps) for optimizer in site.optimizers]
 
     def probe() -> Mapping[str, Any]:
-        groups = [group for optimizer in site.optimizers for group in optimizer.param_groups]
-        fused = sum(group.get("fused") is True for group in groups)
-        return {"groups": len(groups), "fused_groups": fused, "steps": steps[0]}
+        fused = [group.get("fused") is True for optimizer in site.optimizers for group in optimizer.param_groups]
+        return {"groups": len(fused), "fused_groups": sum(fused), "steps": steps[0]}
 
     def undo() -> None:
         for put_back in undos:

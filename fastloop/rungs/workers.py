@@ -75,7 +75,7 @@ class Workers:
             raise NotApplicable(f"the loader already has {loader.num_workers} workers; your number stands")
         if not loader.map_style:
             raise NotApplicable("an iterable dataset would be read whole by every worker and so be duplicated;"
-                                " shard it by torch.utils.data.get_worker_info, and set num_workers yourself")  # fmt: skip
+                                " shard it by torch.utils.data.get_worker_info and set num_workers")  # fmt: skip
         if loader.stateful:
             raise NotApplicable(f"{loader.kind} shuffles differently with workers, and its saved position is bound"
                                 " to their number; set num_workers yourself before the run starts")  # fmt: skip

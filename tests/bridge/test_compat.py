@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from fastloop import ConfigError, FastLoop
+from tests.bridge.launch import python
 from tests.models import Regression, distance, loader, trainer, weights
 
 EXACT = {"watch": {"warmup_steps": 1}, "rungs": {"workers": {"enabled": True, "count": 1}, "pin": {"enabled": True}}}
@@ -53,22 +54,14 @@ class Data(L.LightningDataModule):
 class Owns(Regression):
     """Its loaders are its own methods."""
 
-    shuffle = True
-
     def train_dataloader(self) -> Any:
-        return loader(shuffle=self.shuffle)
+        return loader(shuffle=True)
 
     def val_dataloader(self) -> Any:
         return [loader(16), loader(8)]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
-
-
-class Unshuffled(Owns):
-    """Lightning calls ``iter`` twice on a reloaded loader, and with workers each call draws an order: see the plan."""
-
-    shuffle = False
 
 
 class Both(Regression):
@@ -177,7 +170,7 @@ CASES: dict[str, Callable[[], Case]] = {
         Both(), {"train_dataloaders": CombinedLoader({"a": loader(), "b": loader(48)}, "max_size_cycle")}
     ),
     "mapping of loaders": lambda: Case(Both(), {"train_dataloaders": {"a": loader(), "b": loader(48)}}),
-    "reloaded loaders": lambda: Case(Unshuffled(), {}, {"reload_dataloaders_every_n_epochs": 1}),
+    "reloaded loaders": lambda: Case(Owns(), {}, {"reload_dataloaders_every_n_epochs": 1}),
     "fast_dev_run": lambda: Case(Owns(), {}, {"fast_dev_run": 3}),
     "overfit_batches": lambda: Case(Regression(), {"train_dataloaders": loader()}, {"overfit_batches": 2}),
     "barebones": lambda: Case(Owns(), {}, {"barebones": True}),
@@ -313,7 +306,7 @@ def test_fit_twice_on_one_trainer() -> None:
         made = trainer(max_epochs=1, callbacks=[loop] if loop else [])
         for epochs in (1, 3):
             made.fit_loop.max_epochs = epochs
-            made.fit(module, loader())
+            made.fit(module, loader(shuffle=True))
             seen.append(loop.measurement if loop else None)
         return module.losses, seen
 
@@ -345,6 +338,33 @@ def test_resume_with_weights_only(rungs: dict[str, Any], tmp_path: Path) -> None
         assert (group["fused"], group["foreach"]) == (None, None), "the rung stayed in a run without it"
         resumed.append(module.losses)
     assert resumed[0] == pytest.approx(resumed[1], rel=2e-2 if "amp" in rungs else 0)
+
+
+WITHOUT_US = """
+import sys
+sys.modules["fastloop"] = None
+from tests.models import Regression, loader, torch, trainer
+try:
+    import fastloop
+except ImportError:
+    module = Regression(torch.optim.AdamW)
+    trainer(max_epochs=2).fit(module, loader(), ckpt_path=sys.argv[1], weights_only=True)
+    loaded = Regression.load_from_checkpoint(sys.argv[1], weights_only=True)
+    print("LOSSES", module.losses)
+"""
+
+
+def test_a_checkpoint_loads_where_fastloop_is_not_installed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, loop = Regression(torch.optim.AdamW), FastLoop("bf16", quiet=True)
+    made = trainer(max_epochs=1, callbacks=[loop])
+    made.fit(module, loader())
+    assert {"amp", "fused"} <= {verdict.rung for verdict in loop.verdicts if verdict.took}
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    here = Regression(torch.optim.AdamW)
+    trainer(max_epochs=2).fit(here, loader(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    said = python("-c", WITHOUT_US, tmp_path / "one.ckpt", cwd=tmp_path)
+    assert f"LOSSES {here.losses}" in said and len(here.losses) == 8
 
 
 def test_the_models_of_the_tests_learn() -> None:

@@ -95,7 +95,7 @@ def test_strategy_by_name_trains_on_the_gpu() -> None:
 
 def test_every_rung_takes_on_a_conv_net() -> None:
     names = ("workers", "pin", "prefetch", "amp", "layout", "fused", "compile")
-    loop = watching({**dict.fromkeys(names, {}), "workers": {"count": 2}})
+    loop = watching({**{name: {} for name in names}, "workers": {"count": 2}})
     fit(seeded(Classifier), DataLoader(Pictures(512), batch_size=32), loop)
     assert took(loop) == dict.fromkeys(names, True), loop.verdicts
 

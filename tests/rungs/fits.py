@@ -28,7 +28,8 @@ def fit(rungs: Rungs | None, module: L.LightningModule, train: Any = None, *, va
     watcher = None if rungs is None else loop(rungs)
     torch.manual_seed(1)
     trainer = models.trainer(callbacks=[*callbacks, *([watcher] if watcher else [])], **settings)
-    trainer.fit(module, models.loader() if train is None else train, val, ckpt_path=ckpt, weights_only=False)
+    resume = {} if ckpt is None else {"ckpt_path": ckpt, "weights_only": False}
+    trainer.fit(module, models.loader() if train is None else train, val, **resume)
     return watcher, trainer
 
 
@@ -42,7 +43,7 @@ def evidence(watcher: FastLoop | None, rung: str) -> Mapping[str, Any]:
     return watcher.measurement.evidence.get(rung, {})
 
 
-def seeded(kind: type[L.LightningModule] = models.Regression, **settings: Any) -> Any:
+def seeded(kind: type[L.LightningModule] = models.Regression, /, **settings: Any) -> Any:
     """A module whose initial weights are the same each time."""
     torch.manual_seed(0)
     return kind(**settings)

@@ -27,7 +27,8 @@ class Pictures(L.LightningModule):
         super().__init__()
         self.net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 8, 3, padding=1, bias=False), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
-            torch.nn.Conv2d(8, 8, 1), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 1))  # fmt: skip
+            torch.nn.Conv2d(8, 8, 1), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 1),
+        )  # fmt: skip
         self.bias = torch.nn.Parameter(torch.zeros(1, 3, 8, 8))
         self.lr, self.fused, self.adam = lr, fused, adam
         self.orders: list[tuple[bool, bool, bool]] = []

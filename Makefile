@@ -1,0 +1,48 @@
+# On a bare machine with Python (3.10 or later) and make, each target does all of its own set-up in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+OUT := fastloop-runs/demo
+OLDEST := .venv/oldest
+
+.PHONY: demo test check oldest readme clean
+
+demo: .venv/.demo
+	$(BIN)/fastloop plan resnet50 recipe.size=tiny --config safe
+	$(BIN)/fastloop run resnet50 recipe.size=tiny run.max_steps=60 --out $(OUT)/naive --force
+	$(BIN)/fastloop run resnet50 recipe.size=tiny run.max_steps=60 --config safe --out $(OUT)/safe --force
+	$(BIN)/fastloop report $(OUT)/safe
+	@echo "Two single runs show what was applied, not a speed-up: that takes several runs of each."
+
+test: .venv/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+# The short suite on the oldest supported lightning and omegaconf, laid over the same environment.
+oldest: .venv/.oldest
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m short -p no:cacheprovider
+
+readme: .venv/.dev
+	$(BIN)/python -m tests.test_readme
+
+.venv/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[recipes]"
+	touch $@
+
+.venv/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv/.oldest: .venv/.dev
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST) \
+		lightning==2.5.0.post0 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
+	touch $@
+
+clean:
+	rm -rf .venv dist build

@@ -1,0 +1,36 @@
+"""Run a Python program in a process of its own, with a time limit that holds for everything it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_OF_ANOTHER_RUN = ("PYTEST_", "LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC",
+                   "PL_", "FASTLOOP_")  # fmt: skip
+
+
+def python(*arguments: str | Path, cwd: Path, limit_s: float = 90, env: Mapping[str, str] | None = None) -> str:
+    """What the program wrote to both streams, which must be an exit code 0.
+
+    Raises:
+        AssertionError: another exit code, or the time was up; with all it wrote.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_ANOTHER_RUN)}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    program = subprocess.Popen(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said, _ = program.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        said, _ = program.communicate()
+        raise AssertionError(f"not done after {limit_s} s:\n{said}") from None
+    assert program.returncode == 0, f"exit code {program.returncode}:\n{said}"
+    return said

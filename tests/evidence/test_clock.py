@@ -1,0 +1,221 @@
+"""The clock's formulas, on a machine whose host and device times are made up."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.evidence import clock as module
+from fastloop.evidence.clock import KEPT_STEPS, Clock, Window
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Machine:
+    """A host that launches, and a device that works the launches off in order. Times in ms; `most_ahead` as a driver's
+    queue limits it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most_ahead: float = 500.0) -> None:
+        self.host, self.device, self.most_ahead = 1000.0, 0.0, most_ahead
+        self.synchronisations = self.events = 0
+        machine = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                machine.events += 1
+                assert enable_timing
+
+            def record(self, _stream: Any) -> None:
+                self.reached = max(machine.host, machine.device)
+
+            def query(self) -> bool:
+                return self.reached <= machine.host
+
+            def elapsed_time(self, later: Event) -> float:
+                assert self.query() and later.query()
+                return struct.unpack("f", struct.pack("f", later.reached - self.reached))[0]  # 32 bits, as CUDA's
+
+        monkeypatch.setattr(module, "now", lambda: self.host / 1e3)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+
+    def synchronize(self, _device: Any = None) -> None:
+        self.synchronisations += 1
+        self.host = max(self.host, self.device)
+
+    def launch(self, host_ms: float, device_ms: float) -> None:
+        self.host += host_ms
+        self.device = max(self.device, self.host) + device_ms
+        self.host = max(self.host, self.device - self.most_ahead)
+
+
+def drive(clock: Clock, machine: Machine, steps: int, *, loader: float = 0.0, launch: float = 0.0, device: float = 0.0,
+          batches: int = 1, samples: int | None = 8) -> None:  # fmt: skip
+    for _ in range(steps):
+        for batch in range(batches):
+            clock.ask()
+            machine.host += loader
+            clock.got()
+            machine.launch(launch, device)
+            clock.batch_done(samples, step_ends=batch == batches - 1)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, where: torch.device, steps: int = 60, **times: Any) -> Window:
+    machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=5)
+    drive(clock, machine, steps, **times)
+    window = clock.close()
+    assert window is not None
+    return window
+
+
+def per_step(window: Window) -> tuple[float, float]:
+    """Step time and data wait, in ms."""
+    return 1e3 * window.wall_s / window.steps, 1e3 * window.data_wait_s / window.steps
+
+
+@pytest.mark.parametrize(("times", "step", "wait"), [
+    ({"device": 40, "loader": 30, "launch": 5}, 40, 0),  # the parts add up to 75; the step is 40, a free loader gains 0
+    ({"device": 40, "loader": 30}, 40, 0),
+    ({"device": 40, "loader": 60}, 60, 20),
+    ({"device": 40, "loader": 60, "launch": 5}, 65, 20),  # idle for 25, of which 5 for want of a launch
+    ({"device": 40, "loader": 0, "launch": 50}, 50, 0),  # launch-bound: idle, but not for want of data
+    ({"device": 0, "loader": 30, "launch": 5}, 35, 30),
+    ({"device": 10, "loader": 30, "batches": 4}, 120, 80),  # micro-batches: each waits, the step is all of them
+    ({"device": 40, "loader": 30, "batches": 4}, 160, 0),
+])  # fmt: skip
+def test_the_step_and_the_wait_on_a_device(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any], step: float,
+                                           wait: float) -> None:  # fmt: skip
+    window = measured(monkeypatch, CUDA, **times)
+    assert per_step(window) == (pytest.approx(step, abs=1e-3), pytest.approx(wait, abs=1e-3))
+    assert window.samples == 8 * window.batches == 8 * times.get("batches", 1) * window.steps
+    assert sum(window.step_s) == pytest.approx(window.wall_s)
+
+
+@pytest.mark.parametrize(("times", "step", "wait"), [
+    ({"loader": 30, "launch": 40}, 70, 30),  # one clock: what the host waits, nobody computes
+    ({"loader": 0, "launch": 40}, 40, 0),
+    ({"loader": 30, "launch": 10, "batches": 3}, 120, 90),
+])  # fmt: skip
+def test_the_step_and_the_wait_on_the_cpu(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any], step: float,
+                                          wait: float) -> None:  # fmt: skip
+    window = measured(monkeypatch, CPU, **times)
+    assert per_step(window) == (pytest.approx(step), pytest.approx(wait))
+    assert window.lead_s is None
+
+
+@pytest.mark.parametrize(("times", "lead"), [
+    ({"device": 40, "loader": 60}, 40.0),  # at the next call for data the device has just begun
+    ({"device": 40, "loader": 5, "launch": 50}, 40.0),
+    ({"device": 1, "loader": 60}, 1.0),  # starved: nearly none
+    ({"device": 40, "loader": 1, "launch": 1}, 500.0),  # the device is the limit: as far as the driver allows
+])  # fmt: skip
+def test_the_lead(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any], lead: float) -> None:
+    window = measured(monkeypatch, CUDA, steps=100, **times)
+    assert window.lead_s is not None and 1e3 * window.lead_s == pytest.approx(lead, rel=0.05)
+
+
+def test_synchronisations_only_around_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=5)
+    drive(clock, machine, 5, device=40)
+    assert machine.synchronisations == 0 and machine.events == 0
+    drive(clock, machine, 50, device=40)
+    assert machine.synchronisations == 1
+    clock.close()
+    assert machine.synchronisations == 2
+
+
+@pytest.mark.parametrize(("warmup", "queued", "batches", "opens_after"), [
+    (0, 0, 1, 0), (5, 0, 1, 5), (5, 3, 1, 5), (5, 24, 1, 24), (5, 24, 4, 6), (5, 25, 4, 7), (20, 16, 2, 20),
+])  # fmt: skip
+def test_warm_up_and_queued_batches_pass_first(monkeypatch: pytest.MonkeyPatch, warmup: int, queued: int, batches: int,
+                                               opens_after: int) -> None:  # fmt: skip
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=warmup, queued_batches=queued)
+    while not clock.open and clock.total_steps < 100:
+        steps = clock.total_steps
+        drive(clock, machine, 1, loader=1, launch=1, batches=batches)
+    assert steps == opens_after
+
+
+def test_no_window_without_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=5)
+    assert clock.close() is None
+    drive(clock, machine, 5, loader=1, launch=1)
+    assert not clock.open and clock.close() is None
+    clock.ask()
+    assert clock.open and clock.close() is None  # open, but nothing to say
+    assert clock.close() is None
+
+
+@pytest.mark.parametrize("where", [CPU, CUDA])
+def test_a_partial_last_step_counts_in_nothing(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
+    def window(partial: bool) -> Window:
+        machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=2)
+        drive(clock, machine, 20, loader=30, launch=5, device=10, batches=2)
+        clock.ask()
+        machine.host += 30
+        clock.got()
+        if partial:  # the rest of this step never comes, after a long wait for its second batch
+            machine.launch(5, 10)
+            clock.batch_done(8, step_ends=False)
+            clock.ask()
+            machine.host += 5000
+            clock.got()
+        found = clock.close()
+        assert found is not None
+        return found
+
+    whole, partial = window(False), window(True)
+    assert partial == whole
+    assert partial.samples == 16 * partial.steps and partial.batches == 2 * partial.steps
+
+
+def test_a_pause_is_in_the_wall_time_but_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    drive(clock, machine, 10, loader=1, launch=9)
+    machine.host += 500  # validation
+    drive(clock, machine, 11, loader=1, launch=9)
+    window = clock.close()
+    assert window is not None and window.steps == 20
+    assert window.wall_s == pytest.approx(0.7) and window.data_wait_s == pytest.approx(0.020)
+    assert max(window.step_s) == pytest.approx(0.510)
+
+
+@pytest.mark.parametrize("where", [CPU, CUDA])
+def test_memory_stays_bounded_over_many_steps(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
+    machine, clock = Machine(monkeypatch, most_ahead=80), Clock(where, warmup_steps=0)
+    drive(clock, machine, 100_000, loader=1, launch=1, device=0 if where is CPU else 4)
+    assert len(clock._pending) < 100 and len(clock._spare) < 100 and machine.events < 100
+    window = clock.close()
+    assert window is not None and window.steps > 99_990
+    assert len(window.step_s) == len(window.step_samples) == KEPT_STEPS
+    assert window.wall_s == pytest.approx(window.steps * (0.002 if where is CPU else 0.004), rel=1e-6)
+
+
+def test_the_kept_steps_are_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    drive(clock, machine, KEPT_STEPS, launch=1)
+    drive(clock, machine, KEPT_STEPS + 1, launch=2)
+    window = clock.close()
+    assert window is not None
+    assert min(window.step_s) == pytest.approx(max(window.step_s)) == pytest.approx(0.002)
+
+
+def test_a_loader_that_ends_or_fails_leaves_the_clock_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0)
+    drive(clock, machine, 10, loader=60, device=40)
+    clock.ask()
+    machine.host += 3  # StopIteration: no batch came of it, and the next epoch's first call follows
+    clock.got()
+    drive(clock, machine, 10, loader=60, device=40)
+    window = clock.close()
+    assert window is not None
+    assert window.samples == 8 * window.batches == 8 * window.steps
+    assert sum(window.step_samples) == window.samples
+
+
+def test_unknown_sample_counts_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured(monkeypatch, CPU, launch=1, samples=None).samples == 0

@@ -1,0 +1,390 @@
+"""The compile rung: inner modules in place, graphs counted. All but two tests capture graphs and run them eagerly."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.records import Facts, Measurement
+from fastloop.rungs.compile import Compile
+from tests import models
+from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
+
+COMPILE: dict[str, Any] = {"compile": {}}
+FACTS: dict[str, Any] = {"compiler": "g++", "compile_targets": ("net",)}
+really_compile = torch.compile
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A backend that runs what it is given, and lists it, instead of Inductor."""
+    graphs: list[str] = []
+
+    def run(graph: Any, _inputs: Any) -> Any:
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(_with, run))
+    return graphs
+
+
+def _with(replacement: Any, function: Any, *, backend: Any = None, mode: Any = None, dynamic: Any = None) -> Any:
+    return really_compile(function, backend=backend or replacement, dynamic=dynamic)
+
+
+class Head(torch.nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(x))
+
+
+class Own(models.Regression):
+    """An inner module of the user's own class."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr=lr)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), Head())
+
+
+class Several(models.Regression):
+    """A ModuleList, whose members are called one by one."""
+
+    widths: tuple[int, ...] = (8, 16, 4, 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = zip(self.widths[:-1], self.widths[1:], strict=True)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in pairs])
+        self.net: Any = None
+        self.head = Head(self.widths[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return torch.nn.functional.mse_loss(self.head(x), y)
+
+
+class Many(Several):
+    widths = (8, *range(10, 22))
+
+
+class Bare(models.Regression):
+    """Bare layers, and the work in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+        self.first, self.last = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self(x), y)
+
+
+class Logging(Own):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+
+class Breaking(models.Regression):
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(x) * (1.0 if x.sum().item() > 1e9 else 2.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Breaking.Net()
+
+
+@pytest.mark.parametrize(("settings", "facts", "reason"), [
+    ({}, {}, None),
+    ({"mode": "reduce-overhead"}, {"device": "cuda"}, None),
+    ({"mode": "reduce-overhead"}, {"accumulate": 4}, None),
+    ({}, {"device": "cuda", "accumulate": 4}, None),
+    ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by you; not doubled"),
+    ({}, {"compiler": None}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
+    ({}, {"compile_targets": ()},
+     "no inner module to compile: the LightningModule holds no submodule with parameters"),
+    *[({"mode": mode}, {"device": "cuda", **several},
+       f"mode {mode} replays CUDA graphs, which overwrite gradients under accumulation; write mode: default")
+      for mode in ("reduce-overhead", "max-autotune")
+      for several in ({"accumulate": 2}, {"micro_batches": True}, {"accumulation_scheduled": True})],
+])  # fmt: skip
+def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | None) -> None:
+    rung = Compile(enabled=True, **settings)
+    if reason is not None:
+        with pytest.raises(NotApplicable) as refused:
+            rung.plan(Facts(**{**FACTS, **facts}))
+        assert str(refused.value) == reason
+        return
+    change = rung.plan(Facts(**{**FACTS, **facts}))
+    assert [(action.keys, action.when) for action in change.actions] == [(("model.compile",), "model")]
+    assert change.notes == ("compiles net at the first step",)
+    assert change.parity == "approximate" and change.evaluation
+
+
+def test_the_module_itself_has_a_name_in_the_plan() -> None:
+    change = Compile(enabled=True).plan(Facts(compiler="g++", compile_targets=("",)))
+    assert change.notes == ("compiles the module's own forward at the first step",)
+
+
+@pytest.mark.parametrize("kind", [Own, models.Regression, Several, Many, Bare, Logging])
+def test_takes(kind: Any, backend: list[str]) -> None:
+    watcher, _ = fit(COMPILE, seeded(kind))
+    assert backend, "nothing was handed to the backend"
+    assert evidence(watcher, "compile")["graphs"] == len(backend)
+    assert not evidence(watcher, "compile")["limit_hit"]
+    assert verdict(watcher, "compile").took is True
+    assert verdict(watcher, "compile").why.startswith(f"{len(backend)} graphs captured")
+
+
+def test_torchs_own_compile_misses_a_bare_sequential(backend: list[str]) -> None:
+    module = seeded()
+    module.net.compile()
+    fit(None, module)
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14):  # later ones do capture it
+        assert backend == []
+    backend.clear()
+    own = seeded(Own)
+    own.net[2].compile()
+    fit(None, own)
+    assert backend  # the same call captures a class of the user's
+
+
+def test_does_not_take_what_is_never_called(backend: list[str]) -> None:
+    class Aside(models.Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            return torch.nn.functional.mse_loss(self.net.forward(x), y)
+
+    watcher, _ = fit(COMPILE, seeded(Aside))
+    assert backend == []
+    assert verdict(watcher, "compile").took is False
+    assert verdict(watcher, "compile").why == "0 graphs captured: nothing was compiled"
+
+    # graphs of a function that the user compiled are not ours
+    function = torch.compile(lambda x: x + 1)
+
+    class Apart(Aside):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step((function(batch[0]), batch[1]), batch_idx)
+
+    watcher, _ = fit(COMPILE, seeded(Apart))
+    assert len(backend) == 1
+    assert verdict(watcher, "compile").why == "0 graphs captured: nothing was compiled"
+    assert Compile().verify(Measurement()).took is None
+
+
+def test_parity(backend: list[str]) -> None:
+    def weights(rungs: Any, **settings: Any) -> dict[str, torch.Tensor]:
+        module = seeded(Own, **settings)
+        fit(rungs, module, max_epochs=2)
+        return models.weights(module)
+
+    plain, ours = weights(None), weights(COMPILE)
+    assert backend and models.distance(plain, ours) < 1e-6
+    assert models.distance(plain, weights(COMPILE, lr=0.0501)) > 1e-6
+
+
+@pytest.mark.slow
+def test_inductor_takes_and_keeps_parity() -> None:
+    ours, plain, wrong = seeded(Own), seeded(Own), seeded(Own, lr=0.051)
+    watcher, trainer = fit(COMPILE, ours, val=models.loader(16), num_sanity_val_steps=0)
+    assert verdict(watcher, "compile").took is True and evidence(watcher, "compile")["graphs"] >= 1
+    inside = float(trainer.callback_metrics["val_loss"])
+    trainer.validate(ours, models.loader(16), verbose=False)
+    assert float(trainer.callback_metrics["val_loss"]) == inside
+    fit(None, plain)
+    fit(None, wrong)
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    assert models.distance(models.weights(plain), models.weights(wrong)) > 1e-5
+
+
+def test_undo(backend: list[str]) -> None:
+    module, watcher = seeded(Own), loop(COMPILE)
+    before = {name: set(vars(part)) for name, part in module.named_modules()}
+    trainer = models.trainer(callbacks=[watcher])
+    trainer.fit(module, models.loader())
+
+    def differing() -> set[str]:
+        return {key for name, part in module.named_modules() if name for key in set(vars(part)) ^ before[name]}
+
+    assert backend and not differing()
+    first = len(backend)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, models.loader())
+    assert verdict(watcher, "compile").took is True and len(backend) > first
+
+    module, watcher = seeded(Own), loop(COMPILE)
+    with pytest.raises(RuntimeError, match="planted"):
+        models.trainer(callbacks=[watcher, Raises()]).fit(module, models.loader())
+    assert not differing() and verdict(watcher, "compile").took is True
+
+
+def test_ten_fits_in_one_process_never_reach_the_recompile_limit(backend: list[str]) -> None:
+    module = seeded(Own)
+    for _ in range(10):
+        watcher, _ = fit(COMPILE, module, limit_train_batches=2)
+        assert verdict(watcher, "compile").took is True
+        assert not evidence(watcher, "compile")["limit_hit"]
+
+
+def test_alike_modules_share_their_graphs(backend: list[str]) -> None:
+    class Alike(Several):
+        widths = (8,) * 14
+
+    fit(COMPILE, seeded(Alike))
+    # 13 layers of one shape: the first sees an input without gradient, all others one with; and the head
+    assert len(backend) == 3
+
+
+def test_checkpoint_keys_and_copies(tmp_path: Path, backend: list[str]) -> None:
+    copies: dict[str, Any] = {}
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            copies["deep"] = copy.deepcopy(pl_module)
+            copies["pickled"] = pickle.loads(pickle.dumps(pl_module))
+
+    for kind in (Own, Bare):
+        keeper = ModelCheckpoint(dirpath=tmp_path / kind.__name__, save_last=True)
+        module = seeded(kind)
+        watcher, _ = fit(COMPILE, module, callbacks=(Copies(), keeper), enable_checkpointing=True)
+        assert verdict(watcher, "compile").took is True
+        stored = torch.load(keeper.last_model_path, weights_only=False)["state_dict"]
+        assert stored.keys() == seeded(kind).state_dict().keys()
+        part, x = "net" if kind is Own else "", torch.ones(2, 8)
+        for made in copies.values():
+            inner, original = made.get_submodule(part), module.get_submodule(part)
+            assert torch.equal(inner(x), original(x))
+            with torch.no_grad():
+                next(inner.parameters()).fill_(1.0)
+            assert not torch.equal(inner(x), original(x))  # the copy calls its own weights
+
+
+def test_weight_averaging_goes_on(backend: list[str]) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging").EMAWeightAveraging
+    ours, plain = seeded(Own), seeded(Own)
+    watcher, _ = fit(COMPILE, ours, callbacks=(averaging(decay=0.5),), max_epochs=2)
+    fit(None, plain, callbacks=(averaging(decay=0.5),), max_epochs=2)
+    assert verdict(watcher, "compile").took is True
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-6
+    without = seeded(Own)
+    fit(None, without, max_epochs=2)
+    assert models.distance(models.weights(plain), models.weights(without)) > 1e-6
+
+
+def test_a_ragged_last_batch_is_a_recompile_with_its_cause(backend: list[str]) -> None:  # C1
+    watcher, _ = fit(COMPILE, seeded(Own), models.loader(20))
+    cause = "tensor 'args[0]' size mismatch at index 0. expected 8, actual 4"
+    assert len(backend) == 2 and evidence(watcher, "compile")["recompiles"] == [cause]
+    assert verdict(watcher, "compile").why == f"2 graphs captured; recompiled: {cause}"
+    assert verdict(watcher, "compile").took is True
+
+
+def test_the_recompile_limit_is_said(backend: list[str]) -> None:  # C1
+    data = models.pairs(78)
+    sizes = torch.utils.data.DataLoader(data, batch_sampler=[list(range(size)) for size in range(1, 13)])
+    watcher, _ = fit({"compile": {"dynamic": False}}, seeded(Own), sizes)
+    assert evidence(watcher, "compile")["limit_hit"] is True and len(backend) == 8
+    assert verdict(watcher, "compile").took is False
+    assert verdict(watcher, "compile").why.endswith("recompile limit hit: running eager from there")
+
+
+def test_graph_breaks_are_said(backend: list[str]) -> None:
+    watcher, _ = fit(COMPILE, seeded(Breaking))
+    assert len(evidence(watcher, "compile")["breaks"]) == 1
+    assert "graph break: " in verdict(watcher, "compile").why and ".item()" in verdict(watcher, "compile").why
+    assert verdict(watcher, "compile").took is True
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # C4
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    reason = "Inductor needs a C++ compiler and none was found; install gcc or g++"
+    ours, plain = seeded(Own), seeded(Own)
+    watcher, _ = fit(COMPILE, ours)
+    fit(None, plain)
+    assert (verdict(watcher, "compile").took, verdict(watcher, "compile").why) == (False, reason)
+    assert same(models.weights(ours), models.weights(plain))
+
+    strict = loop(COMPILE, strict=True)
+    with pytest.raises(ConfigError) as error:
+        models.trainer(callbacks=[strict]).fit(seeded(Own), models.loader())
+    assert error.value.why == reason and error.value.key == "rungs.compile"
+
+
+def test_a_failing_backend_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:  # C4
+    def broken(graph: Any, _inputs: Any) -> Any:
+        raise OSError("no space left\nfor kernels")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(_with, broken))
+    ours, plain = seeded(Own), seeded(Own)
+    watcher, trainer = fit(COMPILE, ours)
+    fit(None, plain)
+    assert trainer.global_step == 8 and same(models.weights(ours), models.weights(plain))
+    assert verdict(watcher, "compile").took is False
+    why = verdict(watcher, "compile").why
+    assert why == ("fell back to eager: net: BackendCompilerFailed: backend='broken' raised: OSError: no space left"
+                   " for kernels")  # fmt: skip
+    assert "_compiled_call_impl" not in vars(ours.net)
+
+
+def test_errors_of_the_users_own_pass(backend: list[str]) -> None:
+    class Wrong(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(5, 1))
+
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        fit(COMPILE, seeded(Wrong))
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_what_the_user_compiled_is_not_doubled(how: str, backend: list[str]) -> None:  # C8
+    compiler: Callable[..., Any] = torch.compile
+
+    class Compiled(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            if how == "in place":
+                self.net.compile(backend="eager")
+            else:
+                self.net = compiler(self.net)
+
+    module = seeded(Compiled)
+    before = module.net._compiled_call_impl if how == "in place" else type(module.net)
+    watcher, _ = fit(COMPILE, module)
+    assert verdict(watcher, "compile").took is False
+    assert verdict(watcher, "compile").why == "net is already compiled by you; not doubled"
+    assert before == (module.net._compiled_call_impl if how == "in place" else type(module.net))

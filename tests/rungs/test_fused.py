@@ -1,0 +1,311 @@
+"""The fused rung: the user's own optimizer object, flipped in place and flipped back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+
+from fastloop.errors import NotApplicable
+from fastloop.records import Facts, Measurement
+from fastloop.rungs.fused import Fused
+from tests import models
+from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
+
+FUSED: dict[str, Any] = {"fused": {}}
+SGD, ADAM, ADAMW, ADAGRAD = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
+
+
+class Tuned(models.Regression):
+    """Optimizer settings to choose, and a schedule that moves the learning rate at each step."""
+
+    def __init__(self, kind: Any = ADAMW, schedule: bool = False, lr: float = 0.05, **settings: Any) -> None:
+        super().__init__(lr=lr)
+        self.kind, self.schedule, self.settings = kind, schedule, settings
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=self.lr, **self.settings)
+        if not self.schedule:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class Twice(models.Regression):
+    """Two optimizers, in manual optimization."""
+
+    def __init__(self, second: Any = ADAM) -> None:
+        super().__init__()
+        self.automatic_optimization, self.second = False, second
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.net[0].parameters(), lr=0.01), self.second(self.net[3].parameters(), lr=0.01)
+
+
+class Home(SGD):
+    """A user's own optimizer."""
+
+
+def flags(optimizer: Any) -> list[tuple[Any, Any]]:
+    return [(group["fused"], group["foreach"]) for group in [*optimizer.param_groups, optimizer.defaults]]
+
+
+@pytest.mark.parametrize(("facts", "reason"), [
+    ({}, None),
+    ({"device": "cuda"}, None),
+    ({"clip": True}, None),
+    ({"precision": "bf16-mixed"}, None),
+    ({"precision": "bf16-true", "clip": True}, None),
+    ({"precision": "bf16-mixed", "clip": True},
+     "gradient clipping with bf16-mixed: Lightning refuses fused optimizers there"),
+    ({"precision": "16-mixed", "clip": True},
+     "gradient clipping with 16-mixed: Lightning refuses fused optimizers there"),
+    ({"device": "mps"}, "no fused optimizers on mps"),
+])  # fmt: skip
+def test_plan(facts: dict[str, Any], reason: str | None) -> None:
+    if reason is not None:
+        with pytest.raises(NotApplicable) as refused:
+            Fused(enabled=True).plan(Facts(**facts))
+        assert str(refused.value) == reason
+        return
+    change = Fused(enabled=True).plan(Facts(**facts))
+    assert [(action.keys, action.when) for action in change.actions] == [(("optimizer.fused",), "train_start")]
+    assert change.parity == "approximate" and not change.evaluation and not change.wants
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    (SGD, {}), (SGD, {"momentum": 0.9, "nesterov": True}), (ADAM, {}), (ADAMW, {"amsgrad": True}), (ADAGRAD, {}),
+])  # fmt: skip
+def test_takes(kind: Any, settings: dict[str, Any]) -> None:
+    seen = []
+
+    class Look(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.append(flags(optimizer))
+
+    watcher, _ = fit(FUSED, seeded(Tuned, kind=kind, **settings), callbacks=(Look(),))
+    assert seen == 8 * [2 * [(True, False)]]
+    assert evidence(watcher, "fused") == {"groups": 1, "fused_groups": 1, "steps": 8}
+    assert verdict(watcher, "fused").took is True
+    assert verdict(watcher, "fused").why == "1 of 1 parameter groups are fused, 8 optimizer steps ran so"
+
+
+def test_does_not_take_without_a_step() -> None:
+    class Idle(Twice):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    watcher, _ = fit(FUSED, seeded(Idle))
+    assert verdict(watcher, "fused").took is False
+    assert verdict(watcher, "fused").why == "2 of 2 parameter groups are fused, 0 optimizer steps ran so"
+
+    class TakesItBack(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            trainer.optimizers[0].param_groups[0]["fused"] = None
+
+    watcher, _ = fit(FUSED, seeded(Tuned), callbacks=(TakesItBack(),))
+    assert verdict(watcher, "fused").took is False
+    assert verdict(watcher, "fused").why.startswith("0 of 1 parameter groups are fused")
+    assert Fused().verify(Measurement()).took is None
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda: seeded(Tuned, kind=torch.optim.RMSprop), "RMSprop has no fused form"),
+    (lambda: seeded(Tuned, kind=Home), "Home has no fused form"),
+    (lambda: seeded(Tuned, fused=True), "AdamW was made with fused=True; your choice stands"),
+    (lambda: seeded(Tuned, fused=False), "AdamW was made with fused=False; your choice stands"),
+    (lambda: seeded(Tuned, foreach=True), "AdamW was made with foreach=True; your choice stands"),
+    (lambda: seeded(Tuned, foreach=False), "AdamW was made with foreach=False; your choice stands"),
+    (lambda: seeded(Twice, second=torch.optim.RMSprop), "RMSprop has no fused form"),
+]
+
+
+@pytest.mark.parametrize(("module", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_the_user_chose_stands(module: Any, reason: str) -> None:
+    ours, plain = module(), module()
+    watcher, trainer = fit(FUSED, ours)
+    _, without = fit(None, plain)
+    assert (verdict(watcher, "fused").took, verdict(watcher, "fused").why) == (False, reason)
+    assert same(models.weights(ours), models.weights(plain))
+    assert [str(optimizer) for optimizer in trainer.optimizers] == [str(optimizer) for optimizer in without.optimizers]
+
+
+def flip(optimizer: Any, module: torch.nn.Module | None = None, device: str = "cpu") -> Any:
+    """Run the rung's action on one optimizer."""
+    site = SimpleNamespace(optimizers=[optimizer], module=module or torch.nn.Module(), facts=Facts(device=device))
+    return Fused(enabled=True).plan(Facts()).actions[0].do(site)
+
+
+@pytest.mark.parametrize(("optimizer", "device", "module", "reason"), [
+    (lambda p: ADAGRAD([p]), "cuda", None, "Adagrad has no fused form on cuda"),
+    (lambda p: SGD([p]), "cpu", torch.nn.Sequential(torch.nn.Embedding(2, 2, sparse=True)),
+     "0 makes sparse gradients, which fused optimizers do not take"),
+    (lambda p: ADAM([p], capturable=True), "cpu", None, "Adam was made with capturable=True; your choice stands"),
+    (lambda p: SGD([p], differentiable=True), "cpu", None, "SGD was made with differentiable=True; your choice stands"),
+    (lambda p: ADAM([p.to(torch.complex64)]), "cpu", None,
+     "Adam holds parameters that are not real floating point"),
+])  # fmt: skip
+def test_what_fused_kernels_cannot_do_is_refused(optimizer: Any, device: str, module: Any, reason: str) -> None:
+    made = optimizer(torch.zeros(1))
+    before = flags(made)
+    with pytest.raises(NotApplicable) as refused:
+        flip(made, module, device)
+    assert str(refused.value) == reason and flags(made) == before
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    (SGD, {}), (SGD, {"momentum": 0.9}), (ADAM, {}), (ADAMW, {}), (ADAGRAD, {}),
+])  # fmt: skip
+def test_parity(kind: Any, settings: dict[str, Any]) -> None:
+    def trained(rungs: Any, lr: float = 0.05, **more: Any) -> Any:
+        module = seeded(Tuned, kind=kind, schedule=True, lr=lr, **settings)
+        fit(rungs, module, max_epochs=3, **more)
+        return module
+
+    ours, plain = trained(FUSED), trained(None)
+    assert ours.rates == plain.rates and ours.rates[-1] < ours.rates[0]  # the schedule holds the same optimizer
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    wrong = trained(FUSED, lr=0.0501)
+    assert models.distance(models.weights(plain), models.weights(wrong)) > 1e-5
+
+
+@pytest.mark.parametrize("settings", [{"gradient_clip_val": 0.05}, {"precision": "bf16-mixed"}])
+def test_parity_with_clipping_and_with_mixed_precision(settings: dict[str, Any]) -> None:
+    plain, ours = seeded(Tuned), seeded(Tuned)
+    fit(None, plain, **settings)
+    watcher, _ = fit(FUSED, ours, **settings)
+    assert verdict(watcher, "fused").took is True
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    without = seeded(Tuned)
+    fit(None, without)
+    assert models.distance(models.weights(plain), models.weights(without)) > 1e-5  # the setting matters
+
+
+def test_clipping_under_mixed_precision_is_refused_by_name() -> None:
+    watcher, trainer = fit({"amp": {}, "fused": {}}, seeded(Tuned), gradient_clip_val=0.5)
+    assert verdict(watcher, "amp").took is True and verdict(watcher, "fused").took is False
+    why = "gradient clipping with bf16-mixed: Lightning refuses fused optimizers there"
+    assert verdict(watcher, "fused").why == why
+    assert flags(trainer.optimizers[0]) == 2 * [(None, None)]
+
+
+def test_a_loss_scaler_unscales_before_hooks_see_gradients() -> None:
+    class Norms(Tuned):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.norms = [*getattr(self, "norms", []), float(self.net[0].weight.grad.norm())]
+
+    ours, plain = seeded(Norms), seeded(Norms)
+    watcher, _ = fit({"amp": {"mode": "16-mixed"}, "fused": {}}, ours)
+    fit({"amp": {"mode": "16-mixed"}}, plain)
+    assert verdict(watcher, "fused").took is True
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-2) and max(plain.norms) < 100
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-3
+
+
+def test_undo() -> None:
+    watcher, module = loop(FUSED), seeded(Tuned)
+    trainer = models.trainer(callbacks=[watcher])
+    trainer.fit(module, models.loader())
+    optimizer = trainer.optimizers[0]
+    assert flags(optimizer) == 2 * [(None, None)]
+    assert not optimizer._optimizer_step_post_hooks and not hasattr(optimizer, "_step_supports_amp_scaling")
+    fresh = seeded(Tuned).configure_optimizers()
+    assert vars(optimizer).keys() == vars(fresh).keys()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, models.loader())
+    assert verdict(watcher, "fused").took is True and flags(trainer.optimizers[0]) == 2 * [(None, None)]
+
+    watcher = loop(FUSED)
+    trainer = models.trainer(callbacks=[watcher, Raises()])
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.fit(seeded(Tuned), models.loader())
+    assert flags(trainer.optimizers[0]) == 2 * [(None, None)] and verdict(watcher, "fused").took is True
+
+
+def test_step_counters_go_to_the_parameters_device_and_back() -> None:
+    class Counter:
+        """Stands for a step tensor on a machine with a GPU."""
+
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def to(self, device: Any) -> Counter:
+            return Counter(str(device))
+
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = ADAM([parameter])
+    optimizer.state[parameter] = {"step": Counter("cpu"), "exp_avg": torch.zeros(2)}
+    applied = flip(optimizer)
+    assert optimizer.state[parameter]["step"].device == "meta"
+    applied.undo()
+    applied.undo()
+    assert optimizer.state[parameter]["step"].device == "cpu"
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, FUSED), (FUSED, None), (FUSED, FUSED)])
+def test_checkpoints_go_both_ways(tmp_path: Path, first: Any, then: Any) -> None:
+    def resumed(folder: Path, first: Any, then: Any, lr: float = 0.05) -> tuple[Any, dict[str, Any], Any]:
+        keeper = ModelCheckpoint(dirpath=folder, save_last=True)
+        fit(first, seeded(Tuned, schedule=True, lr=lr), callbacks=(keeper,), enable_checkpointing=True)
+        module = seeded(Tuned, schedule=True)
+        keeper = ModelCheckpoint(dirpath=folder)
+        watcher, trainer = fit(then, module, ckpt=folder / "last.ckpt", callbacks=(keeper,), enable_checkpointing=True,
+                               max_epochs=3)  # fmt: skip
+        return module, torch.load(folder / "last.ckpt", weights_only=False), (watcher, trainer)
+
+    plain, plain_file, _ = resumed(tmp_path / "plain", None, None)
+    ours, file, (watcher, trainer) = resumed(tmp_path / "ours", first, then)
+    group, plain_group = (f["optimizer_states"][0]["param_groups"] for f in (file, plain_file))
+    assert group == plain_group and group[0]["fused"] is None and group[0]["foreach"] is None
+    assert ours.rates == plain.rates
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    assert flags(trainer.optimizers[0]) == 2 * [(None, None)]
+    if then is not None:
+        assert verdict(watcher, "fused").took is True
+    other, _, _ = resumed(tmp_path / "other", first, then, lr=0.06)
+    assert models.distance(models.weights(plain), models.weights(other)) > 1e-5
+
+
+def test_groups_that_a_callback_adds_are_fused_and_put_back() -> None:
+    class Thaw(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+    class Frozen(Tuned):
+        def configure_optimizers(self) -> Any:
+            return ADAMW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    ours, plain = seeded(Frozen), seeded(Frozen)
+    watcher, trainer = fit(FUSED, ours, callbacks=(Thaw(),), max_epochs=3)
+    fit(None, plain, callbacks=(Thaw(),), max_epochs=3)
+    assert evidence(watcher, "fused") == {"groups": 2, "fused_groups": 2, "steps": 24}
+    assert flags(trainer.optimizers[0]) == 3 * [(None, None)]
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+
+
+def test_several_optimizers_are_fused_together() -> None:
+    ours, plain = seeded(Twice), seeded(Twice)
+    watcher, trainer = fit(FUSED, ours)
+    fit(None, plain)
+    assert evidence(watcher, "fused") == {"groups": 2, "fused_groups": 2, "steps": 16}
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    assert [flags(optimizer) for optimizer in trainer.optimizers] == 2 * [2 * [(None, None)]]

@@ -1,0 +1,385 @@
+"""The workers rung: who gets worker processes, who must not, and that samples and their order stay."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from fastloop import FastLoop
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.evidence.dataset import worker_hazards
+from fastloop.feeds.loader import clone
+from fastloop.records import Facts, LoaderFacts, Measurement
+from fastloop.rungs.workers import Workers, auto_count
+from tests.models import weights
+from tests.rungs.two_ranks import results
+from tests.runs import Net, Run, batches, both, distance, numbered, run
+
+WORKERS = {"workers": {"count": 2}}
+
+
+def facts(loader: dict[str, Any] | None = None, **machine: Any) -> Facts:
+    record = None if loader is None else LoaderFacts(**{"kind": "DataLoader", **loader})
+    return Facts(**{"cpu_count": 8, **machine}, loader=record)
+
+
+def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dict[str, Any]:
+    return {"loader.num_workers": count, "loader.prefetch_factor": prefetch_factor,
+            "loader.persistent_workers": persistent}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "given", "expected", "notes"), [
+    ({}, facts({}), wants(7), []), ({}, facts({}, cpu_count=1), wants(1), []),
+    ({}, facts({}, cpu_count=64), wants(8), []), ({}, facts({}, cpu_count=8, local_ranks=4), wants(1), []),
+    ({"count": 3, "prefetch_factor": 4}, facts({}), wants(3, prefetch_factor=4), []),
+    ({"persistent": True}, facts({}), wants(7, persistent=True), []),
+    ({"persistent": True}, facts({}, reload_every_n_epochs=1), wants(7),
+     ["persistent workers are off: the Trainer reloads its loaders, and the old workers would stay"]),
+    ({"count": 3, "start_method": "spawn"}, facts({}), {**wants(3), "loader.multiprocessing_context": "spawn"}, []),
+    ({"count": 8}, facts({}, cpu_count=2, local_ranks=2), wants(8),
+     ["8 workers for each of 2 ranks on 2 usable CPUs: they will take turns, and may slow the training process down"]),
+    ({}, facts({"draws_random": ("RandomCrop", "a", "b", "c")}), wants(7),
+     ["augmentation draws differ from a run without workers (RandomCrop, a, b)"])])  # fmt: skip
+def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
+    change = Workers(enabled=True, **settings).plan(given)
+    assert change.wants == expected and list(change.notes) == notes and not change.actions
+    assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
+
+
+@pytest.mark.parametrize(("settings", "loader", "reason"), [
+    ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
+    ({}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+    ({"count": 5}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+    ({}, {"map_style": False}, "an iterable dataset would be read whole by every worker and so be duplicated;"
+                               " shard it by torch.utils.data.get_worker_info and set num_workers"),
+    ({}, {"stateful": True}, "DataLoader shuffles differently with workers, and its saved position is bound to their"
+                             " number; set num_workers yourself before the run starts"),
+    ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot go to workers: a is x; b is y"),
+    ({"start_method": "spawn"}, {"unpicklable": "dataset.f (<lambda>)"},
+     "workers start by spawn here, and dataset.f (<lambda>) cannot be pickled; make it a module-level function or"
+     " class"),
+    ({}, {"unpicklable": "dataset.f (<lambda>)", "start_method": "forkserver"},
+     "workers start by forkserver here, and dataset.f (<lambda>) cannot be pickled; make it a module-level function or"
+     " class")])  # fmt: skip
+def test_plan_refuses(settings: dict[str, Any], loader: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotApplicable) as refused:
+        Workers(enabled=True, **settings).plan(facts(loader))
+    assert str(refused.value) == reason
+
+
+def test_plan_waits_and_counts() -> None:
+    assert Workers(enabled=True).plan(facts()).waits_for == "the train loader"
+    assert Workers(enabled=True).plan(facts({"unpicklable": "x"})).wants  # fork pickles nothing
+    assert [auto_count(facts(cpu_count=cpus, local_ranks=ranks)) for cpus, ranks in ((1, 1), (2, 1), (9, 2))] == [1, 1, 3]
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    ({"count": 0}, "a loader without workers is what you have when this rung is off"),
+    ({"count": -2}, "a loader without workers is what you have when this rung is off"),
+    ({"prefetch_factor": 0}, "each worker must keep at least one batch ready"),
+    ({"count": "many"}, ""), ({"start_method": "thread"}, "")])  # fmt: skip
+def test_impossible_settings_are_config_errors(settings: dict[str, Any], why: str) -> None:
+    """D2: before anything starts, with the full key."""
+    with pytest.raises(ConfigError) as error:
+        FastLoop({"rungs": {"workers": {"enabled": True, **settings}}})
+    assert why in str(error.value) and f"workers.{next(iter(settings))}" in str(error.value)
+
+
+def test_takes() -> None:
+    ours = run(WORKERS, batches(64), max_epochs=2)
+    assert ours.verdict("workers").took is True
+    assert ours.verdict("workers").why == "2 live worker processes fed the window"
+    own = run(WORKERS, batches(64, num_workers=1), max_epochs=1)
+    assert own.verdict("workers").took is False
+    assert own.verdict("workers").why == "the loader already has 1 workers; your number stands"
+    rung = Workers(enabled=True)
+    assert rung.verify(Measurement(evidence={"workers": {"live_workers": 0}})).took is False
+    assert rung.verify(Measurement()).took is None
+
+
+class Named(DataLoader):
+    def __init__(self, secret: int, **settings: Any) -> None:
+        super().__init__(numbered(20), batch_size=secret, **settings)
+
+
+class Chunks(BatchSampler):
+    def __init__(self, size: int, extra: str) -> None:
+        super().__init__(SequentialSampler(range(20)), size, drop_last=False)
+        self.extra = extra
+
+
+class Odd(Sampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([number, 19 - number, number] for number in range(0, 20, 3))
+
+    def __len__(self) -> int:
+        return 7
+
+
+class FromModule(Net):
+    def train_dataloader(self) -> Any:
+        return batches(shuffle=True)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return batches(shuffle=True)
+
+
+class Nested(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("train", "module"), [
+    (partial(batches, shuffle=True), Net), (partial(batches, drop_last=True, shuffle=True), Net),
+    (lambda: batches(shuffle=True, generator=torch.Generator().manual_seed(3)), Net), (lambda: Named(6), Net),
+    (lambda: DataLoader(numbered(20), batch_sampler=Odd()), Net),
+    (lambda: DataLoader(numbered(20), batch_sampler=Chunks(6, "e")), Net),
+    (lambda: CombinedLoader({"a": batches(shuffle=True)}, "max_size"), Nested), (lambda: None, FromModule),
+    (Data, Net)])  # fmt: skip
+def test_parity(train: Any, module: Any, persistent: bool) -> None:
+    """Exact: the same samples in the same order for three epochs, bit-equal weights, the same RNG stream after."""
+    runs = []
+    for rungs in (None, {"workers": {"count": 2, "persistent": persistent}}):
+        made = train()
+        source = {"datamodule": made, "train": None} if isinstance(made, Data) else {"train": made}
+        runs.append((run(rungs, module=module, max_epochs=3, **source), torch.rand(1)))
+    (plain, drawn), (ours, drawn_too) = runs
+    assert ours.verdict("workers").took and ours.verdict("workers").parity_class == "exact"
+    assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
+    assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
+    assert ours.record.hooks == plain.record.hooks
+
+
+def test_parity_sees_another_order() -> None:
+    """The control."""
+    plain, other = run(None, batches(shuffle=True), max_epochs=3), run(WORKERS, batches(), max_epochs=3)
+    assert other.module.samples != plain.module.samples and distance(plain, other) > 0
+
+
+def test_parity_where_hooks_draw_random_numbers() -> None:
+    class Draws(Net):
+        def on_train_start(self) -> None:
+            self.drawn = torch.rand(3).tolist()
+
+    plain, ours = both(WORKERS, partial(batches, shuffle=True), Draws, max_epochs=2)
+    assert ours.module.samples == plain.module.samples and ours.module.drawn == plain.module.drawn
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, n = numbered(20)[index]
+        return x + torch.randn(8), y, n
+
+
+def test_parity_is_approximate_where_the_dataset_draws() -> None:
+    plain, ours = both(WORKERS, lambda: DataLoader(Noisy(), batch_size=8), max_epochs=2)
+    assert ours.verdict("workers").took and ours.verdict("workers").parity_class == "approximate"
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) > 0
+
+
+def test_undo() -> None:
+    loader = batches(20, shuffle=True)
+    before, kind = dict(vars(loader)), []
+
+    class Raises(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            kind.append(type(self.trainer.strategy).__name__)
+            if self.trainer.current_epoch == 1:
+                raise RuntimeError("planted")
+            return super().training_step(batch, batch_idx)
+
+    settings = {"workers": {"count": 2, "persistent": True}}
+    ours = run(settings, loader, max_epochs=2)
+    raised = Raises()
+    trainers: list[L.Trainer] = []
+
+    class Keep(L.Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            trainers.append(trainer)
+
+    with pytest.raises(RuntimeError, match="planted"):
+        run(settings, loader, lambda: raised, max_epochs=2, callbacks=(Keep(),))
+    assert set(kind) == {"FastLoop_SingleDeviceStrategy"}
+    for trainer in (ours.trainer, trainers[0]):
+        assert type(trainer.strategy).__name__ == "SingleDeviceStrategy" and "fastloop" not in vars(trainer.strategy)
+    assert dict(vars(loader)) == before
+    assert ours.trainer.train_dataloader is loader
+    ours.trainer.fit_loop.max_epochs = 4
+    ours.trainer.fit(ours.module, loader)
+    assert ours.verdict("workers").took and ours.trainer.current_epoch == 4 and dict(vars(loader)) == before
+    assert weights(ours.module).keys() == weights(Net()).keys()
+    assert not [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([tuple(member) for member in numbered(16)])
+
+
+def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
+    """D4, with the proof that it would have happened."""
+    plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
+    assert str(ours.reason("workers")).startswith("an iterable dataset would be read whole by every worker")
+    assert ours.module.samples == plain.module.samples
+    doubled = clone(DataLoader(Stream(), batch_size=8), {"num_workers": 2, "prefetch_factor": 2})
+    drawn = sorted(number for batch in doubled for number in batch[2].tolist())
+    assert drawn == sorted([*range(16), *range(16)])
+
+
+class Holds(Dataset):
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+        self.samples = numbered(16)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class Counts(Holds):
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return super().__getitem__(index)
+
+
+class Epochs(Holds):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def _fake(package: str) -> Any:
+    return type("Handle", (), {"__module__": package})()
+
+
+class _Cuda(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("data", "reason"), [
+    (lambda: Holds(file=_fake("h5py")), "dataset.file is an open h5py handle; open it in __getitem__ instead"),
+    (lambda: Holds(env=_fake("lmdb")), "dataset.env is an open lmdb handle; open it in __getitem__ instead"),
+    (lambda: Holds(table=torch.zeros(2).as_subclass(_Cuda)),
+     "dataset.table is a CUDA tensor, which a forked worker cannot use"),
+    (lambda: Epochs(), "dataset.set_epoch() changes between epochs or samples, and workers hold copies of it"),
+    (lambda: Holds(epoch=0), "dataset.epoch changes between epochs or samples, and workers hold copies of it"),
+    (lambda: Counts(count=0), "dataset.count changes between epochs or samples, and workers hold copies of it")])  # fmt: skip
+def test_datasets_that_workers_would_break(data: Any, reason: str) -> None:
+    """D11 and open handles: skipped with the place, and training goes on."""
+    ours = run(WORKERS, DataLoader(data(), batch_size=8), max_epochs=1)
+    assert ours.reason("workers") == f"the dataset cannot go to workers: {reason}"
+    assert ours.verdict("workers").took is False and ours.trainer.global_step == 2
+    with pytest.raises(ConfigError, match=r"rungs\.workers under strict: true"):
+        run(WORKERS, DataLoader(data(), batch_size=8), strict=True)
+
+
+def test_workers_hold_copies_indeed() -> None:
+    """The control of the above: the count stays where it was in the process that trains."""
+    counted = {workers: Counts(count=0) for workers in (0, 2)}
+    for workers, data in counted.items():
+        list(DataLoader(data, batch_size=8, num_workers=workers))
+    assert (counted[0].count, counted[2].count) == (16, 0)
+
+
+def test_a_real_sqlite_connection(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.db")
+    ours = run(WORKERS, DataLoader(Holds(db=connection), batch_size=8), max_epochs=1)
+    assert "dataset.db is an open sqlite3 handle" in str(ours.reason("workers"))
+    connection.close()
+    assert worker_hazards(Holds(db=None)) == ()
+
+
+def test_spawn_names_what_cannot_travel() -> None:
+    """D10: the attribute path, whoever asked for spawn."""
+    spawn = {"workers": {"count": 1, "start_method": "spawn"}}
+    ours = run(spawn, DataLoader(Holds(steps=[str.upper, lambda text: text]), batch_size=8), max_epochs=1)
+    reason = str(ours.reason("workers"))
+    assert reason.startswith("workers start by spawn here, and dataset.steps[1] (") and "<lambda>) cannot" in reason
+    assert ours.trainer.global_step == 2
+    collate = DataLoader(numbered(16), batch_size=8, collate_fn=lambda rows: torch.utils.data.default_collate(rows))
+    assert "collate_fn (" in str(run(spawn, collate, max_epochs=1).reason("workers"))
+    user = DataLoader(Holds(f=lambda: 0), batch_size=8)
+    user.__dict__["_DataLoader__multiprocessing_context"] = torch.multiprocessing.get_context("spawn")
+    assert "dataset.f (" in str(run(WORKERS, user, max_epochs=1).reason("workers"))
+
+
+def test_spawn_works_where_all_can_travel() -> None:
+    plain, ours = both({"workers": {"count": 1, "start_method": "spawn"}}, partial(batches, shuffle=True))
+    assert ours.verdict("workers").took and ours.module.samples == plain.module.samples
+
+
+@pytest.mark.parametrize("train", [lambda: batches(0), lambda: batches(4, drop_last=True)])
+@pytest.mark.parametrize("rungs", [WORKERS, {**WORKERS, "batch": {"micro_batch": 2}}])
+def test_no_batches_at_all(train: Any, rungs: Any, capsys: Any) -> None:
+    """D16: Lightning says so and stops; we report no rate."""
+    ours = run(rungs, train(), max_epochs=1)
+    assert ours.loop is not None and ours.trainer.global_step == 0
+    assert ours.loop.measurement is None or ours.loop.measurement.samples_per_s is None
+    assert not any(verdict.took for verdict in ours.loop.verdicts)
+    said = capsys.readouterr()
+    assert "inf" not in (said.out + said.err).replace("info", "")
+
+
+class ByEpoch(Sampler):
+    """Shuffles by epoch, as DistributedSampler does."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+def test_a_resumed_run_goes_on_with_the_right_epoch(tmp_path: Path) -> None:
+    def fit(rungs: Any, epochs: int, ckpt: Any = None, workers: int = 0, save: bool = False) -> Run:
+        loader = DataLoader(numbered(20), batch_size=8, sampler=ByEpoch(), num_workers=workers)
+        callbacks = (ModelCheckpoint(tmp_path, save_last=True),) if save else ()
+        return run(rungs, loader, max_epochs=epochs, ckpt=ckpt, callbacks=callbacks, enable_checkpointing=save)
+
+    fit(None, 2, save=True)
+    last = tmp_path / "last.ckpt"
+    whole = fit(None, 4).module.samples
+    ours = fit(WORKERS, 4, last)
+    assert ours.verdict("workers").took and ours.module.samples == whole[6:]
+    # The control: the user's own workers, where this Lightning asks for the iterator before it sets the epoch.
+    if tuple(map(int, L.__version__.split(".")[:3])) == (2, 6, 6):
+        assert fit(None, 4, last, workers=2).module.samples[:3] == whole[:3]
+
+
+@pytest.mark.multirank
+def test_two_ranks_keep_their_samples_and_shuffle_anew_each_epoch() -> None:
+    """D15: the DistributedSampler that Lightning put in stays, and its epoch is set."""
+    ranks = results()
+    for rank in ranks:
+        plain, ours = rank["plain"], rank["workers"]
+        assert ours["took"] == {"workers": True} and ours["strategy"] == "DDPStrategy"
+        assert ours["samples"] == plain["samples"]
+        assert all(torch.equal(plain["weights"][name], ours["weights"][name]) for name in plain["weights"])
+        epochs = [sum(ours["samples"][first : first + 3], []) for first in (0, 3, 6)]
+        assert len({tuple(epoch) for epoch in epochs}) == 3 and all(len(set(epoch)) == 22 for epoch in epochs)
+    for epoch in range(3):
+        parts = [set(sum(rank["workers"]["samples"][3 * epoch : 3 * epoch + 3], [])) for rank in ranks]
+        assert not parts[0] & parts[1] and parts[0] | parts[1] == set(range(44))

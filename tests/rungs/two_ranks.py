@@ -1,0 +1,76 @@
+"""Data rungs on two ranks. Run as a program it fits every case and writes a file per rank; `results` reads them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import SGD, AdamW
+
+RAGGED = {"samples": 168, "max_epochs": 34, "accumulate_grad_batches": 4}  # 11 batches a rank and epoch
+SHORT = {"samples": 40, "max_epochs": 34}  # 3 batches a rank and epoch, the last one short
+VIEW = {"overlap": {"gradient_as_bucket_view": True}}
+SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (None, {"samples": 44, "max_epochs": 3}), "workers": ({"workers": {"count": 1}}, {"samples": 44,
+                                                                                             "max_epochs": 3}),
+    "whole": (None, SHORT), "split": (SPLIT, SHORT), "split view": ({**SPLIT, **VIEW}, SHORT), "chatty": (SPLIT, SHORT),
+    "accumulated": (None, RAGGED), "merged": (MERGE, RAGGED), "merged view": ({**MERGE, **VIEW}, RAGGED),
+    "accumulated split view": ({**SPLIT, **VIEW}, RAGGED),
+}  # fmt: skip
+
+
+def fit(name: str, rungs: Any, samples: int, **settings: Any) -> dict[str, Any]:
+    from tests.runs import Net, batches, run
+
+    class Counts(Net):
+        """Counts the exchanges of gradients."""
+
+        exchanges = 0
+
+        def on_train_start(self) -> None:
+            self.trainer.model.register_comm_hook(None, self._exchange)
+
+        def _exchange(self, _state: Any, bucket: Any) -> Any:
+            self.exchanges += 1
+            reduced = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return reduced.then(lambda future: future.value()[0] / 2)
+
+    kind = SGD if name in ("plain", "workers") else AdamW
+    done = run(rungs, batches(samples, shuffle=True), partial(Counts, kind, lr=0.01), strategy="ddp", devices=2,
+               **settings)  # fmt: skip
+    return {"samples": done.module.samples, "weights": done.weights, "rates": done.record.rates,
+            "exchanges": done.module.exchanges, "steps": done.trainer.global_step,
+            "strategy": type(done.trainer.strategy).__name__,
+            "took": {verdict.rung: verdict.took for verdict in done.loop.verdicts} if done.loop else {}}  # fmt: skip
+
+
+def main() -> None:
+    from fastloop.bridge import microbatch
+
+    found, exchange = {}, microbatch._no_exchange
+    for name, (rungs, settings) in CASES.items():
+        microbatch._no_exchange = (lambda strategy: nullcontext()) if name == "chatty" else exchange
+        found[name] = fit(name, rungs, **settings)
+    torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
+
+
+@functools.cache
+def results() -> list[dict[str, dict[str, Any]]]:
+    """What each rank found, by case. One pair of processes for all tests of a session."""
+    from tests.bridge.launch import python
+
+    with tempfile.TemporaryDirectory() as folder:
+        python(Path(__file__), cwd=Path(folder))
+        return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,80 @@
+"""The records: frozen, keyword-only, free of torch, and honest about what was not measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fastloop import records
+from fastloop.records import PARITY_ORDER, PARTS, Applied, Change, Facts, Measurement, Plan, Step
+
+RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_frozen_and_keyword_only(kind: Any) -> None:
+    assert kind.__dataclass_params__.frozen
+    assert all(field.kw_only for field in dataclasses.fields(kind))
+    assert kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}(")
+
+
+def test_there_are_all_of_them() -> None:
+    names = {kind.__name__ for kind in RECORDS}
+    assert names >= {"Facts", "LoaderFacts", "Action", "Applied", "Change", "Step", "Plan", "Measurement", "Verdict",
+                     "Finding"}  # fmt: skip
+
+
+def test_no_torch() -> None:
+    code = "import sys, fastloop.records, fastloop.errors; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_facts_after_a_change() -> None:
+    facts = Facts(accumulate=4)
+    assert facts.after({}) is facts
+    assert facts.after({"accumulate": 1}) == Facts(accumulate=1) and facts.accumulate == 4
+    with pytest.raises(TypeError):
+        facts.after({"acumulate": 1})
+
+
+def step(rung: str, status: Any = "planned", **change: Any) -> Step:
+    return Step(rung=rung, status=status, change=Change(**change))
+
+
+def test_a_plan_merges_what_is_planned() -> None:
+    plan = Plan(steps=(step("workers", wants={"a": 1}), step("amp", wants={"b": 2}, parity="approximate"),
+                       step("fused", "skipped", wants={"c": 3}, parity="changes-training"),
+                       step("batch", "waiting", wants={"d": 4}, parity="changes-training")))  # fmt: skip
+    assert plan.wants == {"a": 1, "b": 2}
+    assert [planned.rung for planned in plan.planned] == ["workers", "amp"]
+    assert plan.parity == "approximate"
+    assert plan.step("amp") is plan.steps[1] and plan.step("layout") is None
+
+
+@pytest.mark.parametrize(("classes", "weakest"), [
+    ([], "exact"), (["exact"], "exact"), (["approximate", "exact"], "approximate"),
+    (["exact", "changes-training", "approximate"], "changes-training"),
+])  # fmt: skip
+def test_the_weakest_class_is_the_plans(classes: list[Any], weakest: str) -> None:
+    assert Plan(steps=tuple(step(str(place), parity=kind) for place, kind in enumerate(classes))).parity == weakest
+    assert PARITY_ORDER == ("exact", "approximate", "changes-training")
+
+
+def test_what_was_not_measured_is_none() -> None:
+    empty = Measurement()
+    assert empty.samples_per_s is None and empty.wall_ms is None and empty.lead_ms is None and empty.peak_gib is None
+    assert set(empty.parts_ms) == set(PARTS) and set(empty.parts_ms.values()) == {None}
+    assert empty.loss == () and empty.window_too_short
+    assert empty.parts_ms is not Measurement().parts_ms
+
+
+def test_an_action_without_evidence_has_none() -> None:
+    applied = Applied(undo=lambda: None)
+    checkpoint = {"state_dict": {}}
+    applied.clean(checkpoint)
+    assert applied.probe() == {} and checkpoint == {"state_dict": {}}
