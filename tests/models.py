@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import lightning as L
@@ -12,9 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 class Regression(L.LightningModule):
     """Two layers on 8 numbers; records the loss and the batch_idx of every training_step."""
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, dropout: float = 0.0, lr: float = 0.05) -> None:
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, dropout: float = 0.0,
+                 lr: float = 0.05) -> None:  # fmt: skip
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1))
+        hidden = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout)
+        self.net = torch.nn.Sequential(*hidden, torch.nn.Linear(16, 1))
         self.optimizer, self.lr = optimizer, lr
         self.losses: list[float] = []
         self.batch_indices: list[int] = []
@@ -34,6 +37,30 @@ class Regression(L.LightningModule):
         return self.optimizer(self.parameters(), lr=self.lr)
 
 
+class OwnEma(L.Callback):
+    """An average of the weights, as people wrote it before Lightning 2.6 had one."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, tensor in pl_module.state_dict().items():
+            before = self.average.setdefault(name, tensor.detach().clone())
+            self.average[name] = torch.lerp(tensor, before, self.decay) if tensor.is_floating_point() else tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+
+Ema: type[L.Callback] = getattr(L.pytorch.callbacks, "EMAWeightAveraging", OwnEma)
+"""Lightning's own from 2.6 on."""
+
+
+WEIGHTS_ONLY = {"weights_only": True} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
+"""For ``fit(ckpt_path=…)``; before Lightning 2.6 torch's own default decided."""
+
+
 def pairs(samples: int = 64, seed: int = 0) -> TensorDataset:
     """`samples` pairs of x [8] and y [1], the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -47,8 +74,8 @@ def loader(samples: int = 64, batch_size: int = 8, **settings: Any) -> DataLoade
 
 def trainer(**settings: Any) -> L.Trainer:
     """A quiet CPU Trainer without logger, bar and checkpoints, unless asked for."""
-    defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
-                                "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}  # fmt: skip
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(quiet, False)}
     return L.Trainer(**{**defaults, **settings})
 
 

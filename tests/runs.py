@@ -152,17 +152,21 @@ def run(rungs: Rungs, train: Any, module: Any = None, *, val: Any = None, ckpt: 
 
 def both(rungs: Rungs, train: Any, module: Any = None, **settings: Any) -> tuple[Run, Run]:
     """The plain run and the run with rungs. `train` and `module` are called anew for each."""
-    made = [run(which, train(), module, **{name: value() if name in ("val", "callbacks") else value
-                                           for name, value in settings.items()}) for which in (None, rungs)]  # fmt: skip
-    return made[0], made[1]
+    def fit(which: Rungs) -> Run:
+        anew = {name: value() if name in ("val", "callbacks") else value for name, value in settings.items()}
+        return run(which, train(), module, **anew)
+
+    return fit(None), fit(rungs)
 
 
 def distance(a: Run, b: Run) -> float:
     """Largest per-tensor relative difference of the weights, ||a - b|| / ||a||."""
-    return models.distance(a.weights, b.weights)
+    first, second = ({name: tensor for name, tensor in run.weights.items() if tensor.is_floating_point()}
+                     for run in (a, b))  # fmt: skip
+    return models.distance(first, second)
 
 
 def feed_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the prefetch rung apply on the CPU, where it has nothing to copy, so that everything around it can be tried."""
+    """Let the prefetch rung apply on the CPU, where it has nothing to copy, to try everything around it."""
     planned = Prefetch.plan
     monkeypatch.setattr(Prefetch, "plan", lambda rung, facts: planned(rung, dataclasses.replace(facts, device="cuda")))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fastloop import diagnose
-from fastloop.bridge import live, rundir, strategy
+from fastloop.bridge import live, namespace, rundir, strategy
 from fastloop.bridge.apply import Applier
+from fastloop.bridge.guard import disabled, fail_open
 from fastloop.bridge.hints import hint
 from fastloop.bridge.watch import Watch, WatchingProfiler
 from fastloop.config import Config, from_callback
@@ -24,35 +23,16 @@ from fastloop.ladder import verify
 from fastloop.records import Finding, Measurement, Plan, Verdict
 from fastloop.report import summary
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-_UNUSED_BATCH_HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-                       "on_before_zero_grad")  # fmt: skip
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = namespace.callback_class()
+
+_BATCH_HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+                "on_before_zero_grad", "on_train_batch_end")  # fmt: skip
 _instances = itertools.count()
 
 strategy.register()
-
-
-def disabled() -> bool:
-    """Whether FASTLOOP_DISABLE switches everything off."""
-    return os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
-
-
-def fail_open(hook: Hook) -> Hook:
-    """An exception in our own code is one warning, and training goes on without us; errors meant for a person pass."""
-
-    @functools.wraps(hook)
-    def guarded(self: FastLoop, *args: Any, **kwargs: Any) -> Any:
-        if self.off:
-            return None
-        try:
-            return hook(self, *args, **kwargs)
-        except FastLoopError:
-            raise
-        except Exception as error:
-            self.stop_watching(f"{hook.__name__}: {type(error).__name__}: {error}")
-            return None
-
-    return guarded  # type: ignore[return-value]
 
 
 class FastLoop(Callback):
@@ -82,9 +62,8 @@ class FastLoop(Callback):
         self._key = f"FastLoop{next(_instances)}"
         self._forget()
         self._live()
-        for name in _UNUSED_BATCH_HOOKS:
-            setattr(self, name, None)  # Lightning skips what is not callable; an empty hook costs microseconds a step
-        self._hear_batches(False)
+        for name in _BATCH_HOOKS:
+            self._hear(name, False)
         if self.off:
             return
         self.config, ignored = from_callback(config)
@@ -142,7 +121,7 @@ class FastLoop(Callback):
         if self.config.ladder.enabled():
             self._attach(trainer)
         if stage == "fit":
-            self._hear_batches(self.config.watch.enabled or self._applier is not None)
+            self._hear("on_train_batch_end", self.config.watch.enabled or self._applier is not None)
             if self.config.watch.enabled:
                 self._start_watch(trainer)
 
@@ -165,7 +144,7 @@ class FastLoop(Callback):
             self._step = step
         if self._first:
             self._first, self._training = False, True
-            self._hear_batches(self._watch is not None)
+            self._hear("on_train_batch_end", self._watch is not None)
             self._evidence(trainer)
 
     @fail_open
@@ -181,8 +160,8 @@ class FastLoop(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         try:
             self._on_exception(trainer, pl_module, exception)
-        except FastLoopError as error:  # the user's exception must not be hidden by ours
-            self.stop_watching(str(error))
+        except Exception as error:  # the user's exception must not be hidden by ours
+            rank_zero_info(f"fastloop: no report of this run: {error}")
         finally:
             self._undo()
 
@@ -215,12 +194,13 @@ class FastLoop(Callback):
             rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
         self._watch, self._stopped = None, True
 
-    def _hear_batches(self, on: bool) -> None:
-        """Lightning calls on_train_batch_end only where it is callable, and calling it costs microseconds a step."""
-        if on:
-            vars(self).pop("on_train_batch_end", None)
+    def _hear(self, hook: str, on: bool) -> None:
+        """Lightning skips hooks that are not callable, and calling one costs microseconds a step. Those of a subclass
+        are its own."""
+        if on or getattr(type(self), hook) is not getattr(FastLoop, hook):
+            vars(self).pop(hook, None)
         else:
-            self.on_train_batch_end = None  # type: ignore[assignment,method-assign]
+            setattr(self, hook, None)
 
     def _attach(self, trainer: Any) -> None:
         """Give the Trainer's own strategy the mixed class, and it our applier."""
@@ -243,8 +223,8 @@ class FastLoop(Callback):
         self._watch = Watch(trainer.strategy.root_device, self.config.watch, world_size=trainer.world_size,
                             ready=lambda: live.batches_ready(trainer))  # fmt: skip
         before = trainer.profiler
-        trainer.profiler = WatchingProfiler(before, self._asks, self._gets)
-        self._restore.append(lambda: setattr(trainer, "profiler", before))
+        trainer.profiler = ours = WatchingProfiler(before, self._asks, self._gets)
+        self._restore.append(lambda: setattr(trainer, "profiler", before) if trainer.profiler is ours else None)
 
     @fail_open
     def _asks(self) -> None:

@@ -32,3 +32,17 @@ def installed() -> Iterator[str]:
     for name in NAMES:
         if name in sys.modules or importlib.util.find_spec(name.split(".")[0]) is not None:
             yield name
+
+
+def found(path: str) -> Iterator[tuple[str, Any]]:
+    """Namespace and object at a path, for every installed namespace that can be imported."""
+    for name in installed():
+        try:
+            yield name, load(name, path)
+        except Exception:  # too old for this torch, or half uninstalled: nobody can train with it
+            continue
+
+
+def callback_class() -> Any:
+    """A base for callbacks that each Lightning takes for its own; before 2.6 it refuses those of the other name."""
+    return type("Callback", tuple(kind for _, kind in found("callbacks.Callback")), {})

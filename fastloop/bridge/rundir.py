@@ -27,7 +27,7 @@ def utc() -> str:
 
 
 def directory(trainer: Any, out: Path | None) -> Path | None:
-    """`out`, else a place below the first logger's directory; None without a logger and in trial runs."""
+    """`out`, else a place below the first logger's directory; None without one on this machine and in trial runs."""
     if out is not None:
         return out
     if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
@@ -35,7 +35,9 @@ def directory(trainer: Any, out: Path | None) -> Path | None:
     # Not trainer.log_dir: that one broadcasts between ranks.
     logger = trainer.loggers[0]
     base = getattr(logger, "log_dir", None) or logger.save_dir
-    return _new(Path(base) / "fastloop", utc()) if base else None
+    if not base or "://" in str(base):
+        return None
+    return _new(Path(base) / "fastloop", utc())
 
 
 def _new(root: Path, name: str) -> Path:

@@ -13,19 +13,11 @@ if TYPE_CHECKING:
     from fastloop.bridge.apply import Applier
 
 
-@functools.cache
-def mixin(space: str) -> type:
-    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to swap the
-    class of a live object for one of another layout, and with the wrong base the method order is silently wrong.
-    """
-    strategy: Any = namespace.load(space, "strategies.Strategy")
-
-    class FastLoopStrategyMixin(strategy):  # type: ignore[misc]
-        """Hands the public strategy calls to an applier, where there is one; without, it changes nothing."""
+def _around_a_run(strategy: Any) -> Any:
+    class AroundARun(strategy):  # type: ignore[misc]
+        """Hands the calls that set a run up to an applier, where there is one; without, it changes nothing."""
 
         fastloop: Applier | None = None
-        fastloop_made_by: tuple[Callable[[Any], type], Any]
-        """What makes this class again, and of what."""
 
         def setup(self, trainer: Any) -> None:
             if self.fastloop is not None:
@@ -43,11 +35,18 @@ def mixin(space: str) -> type:
             dataloader = super().process_dataloader(dataloader)
             return dataloader if self.fastloop is None else self.fastloop.loader(dataloader)
 
+    return AroundARun
+
+
+def _around_a_step(strategy: Any) -> Any:
+    class AroundAStep(strategy):  # type: ignore[misc]
+        """The same for the calls of every step."""
+
         def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            move = super().batch_to_device
             if self.fastloop is None:
-                return super().batch_to_device(batch, device, dataloader_idx)
-            return self.fastloop.batch(batch, lambda: super(FastLoopStrategyMixin, self).batch_to_device(
-                batch, device, dataloader_idx), dataloader_idx)  # fmt: skip
+                return move(batch, device, dataloader_idx)
+            return self.fastloop.batch(batch, lambda: move(batch, device, dataloader_idx), dataloader_idx)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             if self.fastloop is None:
@@ -58,6 +57,22 @@ def mixin(space: str) -> type:
             if self.fastloop is not None:
                 self.fastloop.before_backward()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    return AroundAStep
+
+
+@functools.cache
+def mixin(space: str) -> type:
+    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to swap the
+    class of a live object for one of another layout, and with the wrong base the method order is silently wrong.
+    """
+    base = _around_a_step(_around_a_run(namespace.load(space, "strategies.Strategy")))
+
+    class FastLoopStrategyMixin(base):  # type: ignore[misc,valid-type]
+        """Both, and copies that work."""
+
+        fastloop_made_by: tuple[Callable[[Any], type], Any]
+        """What makes this class again, and of what."""
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.
@@ -113,16 +128,22 @@ def _single(space: str) -> type:
             if devices:
                 self._root_device = devices[0]
 
+        @property
+        def num_nodes(self) -> int:
+            return 1
+
+        @num_nodes.setter
+        def num_nodes(self, nodes: int) -> None:
+            if nodes > 1:
+                raise ConfigError(got=f'strategy="fastloop" with {nodes} nodes', why="each would train on its own",
+                                  do='write num_nodes=1, or strategy="fastloop_ddp"')  # fmt: skip
+
     return FastLoopStrategy
 
 
 def register() -> None:
     """Make `fastloop` and `fastloop_ddp` known by name in every Lightning namespace that is there. Idempotent."""
-    for space in namespace.installed():
-        try:
-            registry = namespace.load(space, "strategies.StrategyRegistry")
-        except Exception:  # too old for this torch, or half uninstalled: nobody can train with it
-            continue
+    for space, registry in namespace.found("strategies.StrategyRegistry"):
         if "fastloop" not in registry:
             ddp = mixed(namespace.load(space, "strategies.DDPStrategy"))
             registry.register("fastloop", _single(space), description="one device, rungs switched by FastLoop")

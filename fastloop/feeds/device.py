@@ -55,6 +55,7 @@ class DeviceFeed(LazyLoader):
             yield from source
             return
         asked, exhausted = 0, False
+        failed: Exception | None = None
         while True:
             asked += 1
             # Two at a time until the feed is full: filling it at once would hold up the first step.
@@ -66,9 +67,14 @@ class DeviceFeed(LazyLoader):
                 except StopIteration:
                     exhausted = True
                     break
+                except Exception as error:
+                    exhausted, failed = True, error  # the batches before it are used first, as without a feed
+                    break
                 self._fetched()
                 ready.append(self._copy(batch, asked))
             if not ready:
+                if failed is not None:
+                    raise failed
                 return
             self._ahead = len(ready) - 1
             yield self._hand_out(ready.popleft(), asked)

@@ -69,7 +69,7 @@ class LazyLoader:
         return self._batches(self._drawn)
 
     def take_back(self) -> None:
-        """Undo the draw of an ``iter`` that was a question: Lightning asks what is no DataLoader whether it iterates."""
+        """Undo the draw of an ``iter`` that was a question: Lightning tries it on what is no DataLoader."""
         if self._drawn is not None:
             _generator(self.inner).set_state(self._drawn)
             self._drawn = None

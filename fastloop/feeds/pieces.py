@@ -41,12 +41,19 @@ def cut(batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None)
         raise CannotSplit("the batch holds no tensor with a first dimension")
     pieces, start = [], 0
     for count, per_sample in _runs(total, window):
-        for first in range(start, start + count, micro):
-            last = min(first + micro, start + count)
-            piece = batch if last - first == total else _slice(batch, slice(first, last), total)
-            pieces.append(Piece(piece, last - first, (last - first) * per_sample))
-        start += count
+        for size in _sizes(count, micro):
+            piece = batch if size == total else _slice(batch, slice(start, start + size), total)
+            pieces.append(Piece(piece, size, size * per_sample))
+            start += size
     return pieces
+
+
+def _sizes(count: int, micro: int) -> list[int]:
+    """Piece sizes. No sample is left alone where that can be helped: BatchNorm and squeeze() stumble over one."""
+    sizes = [micro] * (count // micro) + [count % micro] * (count % micro > 0)
+    if len(sizes) > 1 and sizes[-1] == 1 and micro > 2:
+        sizes[-2:] = [micro - 1, 2]
+    return sizes
 
 
 def _runs(total: int, window: tuple[Sequence[int], int] | None) -> list[tuple[int, float]]:

@@ -79,6 +79,8 @@ class Batch:
             raise NotApplicable("training_step(dataloader_iter) fetches its own batches")
         if facts.grad_hooks:
             raise NotApplicable("parameters carry post-accumulate gradient hooks, which would run once a micro-batch")
+        if facts.batchnorms and self.micro_batch == 1:
+            raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
             raise NotApplicable(f"the loss is not a mean over samples: {', '.join(facts.not_mean_losses)};"
                                 " if it is, write batch.loss_is_mean: true")  # fmt: skip

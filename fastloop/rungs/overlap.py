@@ -18,6 +18,8 @@ from fastloop.records import Action, Applied, Change, Facts, Measurement, Parity
 
 PARITY: dict[str, Parity] = {"none": "exact", "bf16": "approximate", "fp16": "approximate",
                              "powersgd": "changes-training"}  # fmt: skip
+FIRST_BUCKET_BYTES = 2**20
+"""DDP's first bucket is this small, whatever bucket_cap_mb says, so that the exchange begins early."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +68,17 @@ class Overlap:
 
     def _register_hook(self, site: Any) -> Applied:
         """Register on the wrapped model itself: Lightning ignores ddp_comm_hook on the CPU."""
-        counted = [0]
+        counted, sizes = [0], (each.nbytes for each in site.module.parameters() if each.requires_grad)
+        if self.comm_hook == "powersgd" and site.facts.device == "cpu" and sum(sizes) > FIRST_BUCKET_BYTES:
+            # Each of its exchanges starts another when it ends, which gloo's threads order differently on each rank.
+            raise NotApplicable("over gloo, powersgd with more than one bucket of gradients waits for ever; it needs"
+                                " NCCL (the bucket settings are in place)")  # fmt: skip
         try:
             state, hook = _hook(self.comm_hook)
             site.wrapped.register_comm_hook(state, _counting(hook, counted))
         except (TypeError, ValueError, RuntimeError, ImportError) as error:
-            raise NotApplicable(f"the {self.comm_hook} hook cannot be registered here ({error});"
-                                " the bucket settings are in place") from error  # fmt: skip
+            raise NotApplicable(f"the {self.comm_hook} hook cannot be registered: {error}"
+                                " (the bucket settings are in place)") from error  # fmt: skip
 
         def probe() -> Mapping[str, Any]:
             return {"comm_hook": self.comm_hook, "hook_calls": counted[0]}

@@ -21,7 +21,8 @@ def python(*arguments: str | Path, cwd: Path, limit_s: float = 90, env: Mapping[
         AssertionError: another exit code, or the time was up; with all it wrote.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_ANOTHER_RUN)}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(env or {})}
     program = subprocess.Popen(
         [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.profilers import SimpleProfiler
 
 from fastloop import ConfigError, FastLoop, FastLoopError
 from fastloop.records import Plan
@@ -269,3 +271,40 @@ def test_hooks_without_work_are_not_called() -> None:
     silent = FastLoop({"watch": {"enabled": False}})
     fit(silent)
     assert heard(silent) == set()
+
+
+def test_hooks_of_a_subclass_are_called() -> None:
+    class Mine(FastLoop):
+        started = ended = 0
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.started += 1
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.ended += 1
+
+    mine = Mine({"watch": {"enabled": False}})
+    fit(mine)
+    assert (mine.started, mine.ended) == (16, 16)
+
+
+def test_a_profiler_put_in_place_during_fit_stays() -> None:
+    class Replaces(L.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.profiler = self.profiler = SimpleProfiler()
+
+    other = Replaces()
+    made = trainer(callbacks=[FastLoop(quiet=True), other])
+    made.fit(Regression(), loader())
+    assert made.profiler is other.profiler
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_losses_of_one_number_in_any_shape(shape: tuple[int, ...], warned: list[str], tmp_path: Path) -> None:
+    class Shaped(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx).reshape(shape)
+
+    loop, module = FastLoop(quiet=True, out=tmp_path), Shaped()
+    trainer(callbacks=[loop]).fit(module, loader())
+    assert loop.measurement is not None and loop.measurement.loss == pytest.approx(module.losses) and warned == []

@@ -13,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BatchSizeFinder,
     EarlyStopping,
-    EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from fastloop import ConfigError, FastLoop
 from tests.bridge.launch import python
-from tests.models import Regression, distance, loader, trainer, weights
+from tests.models import WEIGHTS_ONLY, Ema, Regression, distance, loader, trainer, weights
 
 EXACT = {"watch": {"warmup_steps": 1}, "rungs": {"workers": {"enabled": True, "count": 1}, "pin": {"enabled": True}}}
 """Rungs that must not change a bit; without CUDA, pin is skipped."""
@@ -62,6 +63,17 @@ class Owns(Regression):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
+
+
+class Sized(Owns):
+    """A batch size that a finder may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return loader(batch_size=self.batch_size)
 
 
 class Both(Regression):
@@ -177,9 +189,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "accumulation and clipping": lambda: Case(
         Regression(), {"train_dataloaders": loader()}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
     ),
-    "EMA": lambda: Case(Owns(), {}, {"callbacks": [EMAWeightAveraging(decay=0.9)]}),
+    "EMA": lambda: Case(Owns(), {}, {"callbacks": [Ema(decay=0.9)]}),
     "SWA": lambda: Case(_on_sgd_schedule(Regression()), {"train_dataloaders": loader()}, {"callbacks": [_swa()]}),
     "finetuning": lambda: Case(Backboned(), {"train_dataloaders": loader()}, {"callbacks": [_unfreeze()]}),
+    "learning rate finder": lambda: Case(Owns(), {}, {"callbacks": [LearningRateFinder(num_training_steps=5)]}),
+    "batch size finder": lambda: Case(Sized(), {}, {"callbacks": [BatchSizeFinder("power", 2, 4, max_trials=2)]}),
     "manual optimization": lambda: Case(Manual(), {"train_dataloaders": loader()}),
     "several optimizers": lambda: Case(Two(), {"train_dataloaders": loader()}, optimizers=2),
     "configure_model": lambda: Case(Late(), {"train_dataloaders": loader()}),
@@ -213,7 +227,8 @@ def seeded(name: str) -> Case:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exact_rungs_leave_the_training_as_it_was(name: str, tmp_path: Path) -> None:
+def test_exact_rungs_leave_the_training_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the finders put checkpoints there
     plain = seeded(name)
     run(plain, None)
     case, loop = seeded(name), FastLoop(EXACT, out=tmp_path)
@@ -276,11 +291,14 @@ def test_the_named_strategies_work_without_the_callback() -> None:
     assert plain.losses == named.losses and made.strategy.root_device == torch.device("cpu")
 
 
-def test_the_single_device_strategy_refuses_two_devices() -> None:
+@pytest.mark.parametrize("several", ["devices", "nodes"])
+@pytest.mark.parametrize("space", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_single_device_strategy_refuses_several(several: str, space: str) -> None:
     assert FastLoop
+    settings = {"devices": 2} if several == "devices" else {"devices": 1, "num_nodes": 2}
     with pytest.raises(ConfigError) as error:
-        trainer(strategy="fastloop", devices=2)
-    assert "2 devices" in error.value.got and 'strategy="fastloop_ddp"' in error.value.do
+        importlib.import_module(space).Trainer(accelerator="cpu", strategy="fastloop", logger=False, **settings)
+    assert f"2 {several}" in error.value.got and 'strategy="fastloop_ddp"' in error.value.do
 
 
 def test_monitors_of_checkpoints_and_early_stopping(tmp_path: Path) -> None:
@@ -332,7 +350,7 @@ def test_resume_with_weights_only(rungs: dict[str, Any], tmp_path: Path) -> None
     for on in (True, False):
         module = Regression(torch.optim.AdamW)
         made = trainer(max_epochs=2, callbacks=callbacks(on))
-        made.fit(module, loader(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+        made.fit(module, loader(), ckpt_path=tmp_path / "one.ckpt", **WEIGHTS_ONLY)
         assert made.global_step == 16 and len(module.losses) == 8
         group = made.optimizers[0].param_groups[0]
         assert (group["fused"], group["foreach"]) == (None, None), "the rung stayed in a run without it"
@@ -343,13 +361,14 @@ def test_resume_with_weights_only(rungs: dict[str, Any], tmp_path: Path) -> None
 WITHOUT_US = """
 import sys
 sys.modules["fastloop"] = None
-from tests.models import Regression, loader, torch, trainer
+from tests.models import WEIGHTS_ONLY, Regression, loader, torch, trainer
 try:
     import fastloop
 except ImportError:
     module = Regression(torch.optim.AdamW)
-    trainer(max_epochs=2).fit(module, loader(), ckpt_path=sys.argv[1], weights_only=True)
-    loaded = Regression.load_from_checkpoint(sys.argv[1], weights_only=True)
+    trainer(max_epochs=2).fit(module, loader(), ckpt_path=sys.argv[1], **WEIGHTS_ONLY)
+    torch.load(sys.argv[1], weights_only=True)
+    Regression.load_from_checkpoint(sys.argv[1])
     print("LOSSES", module.losses)
 """
 
@@ -362,7 +381,7 @@ def test_a_checkpoint_loads_where_fastloop_is_not_installed(tmp_path: Path) -> N
     assert {"amp", "fused"} <= {verdict.rung for verdict in loop.verdicts if verdict.took}
     made.save_checkpoint(tmp_path / "one.ckpt")
     here = Regression(torch.optim.AdamW)
-    trainer(max_epochs=2).fit(here, loader(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    trainer(max_epochs=2).fit(here, loader(), ckpt_path=tmp_path / "one.ckpt", **WEIGHTS_ONLY)
     said = python("-c", WITHOUT_US, tmp_path / "one.ckpt", cwd=tmp_path)
     assert f"LOSSES {here.losses}" in said and len(here.losses) == 8
 

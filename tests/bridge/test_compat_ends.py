@@ -77,7 +77,7 @@ def settings(made: L.Trainer, module: Any) -> dict[str, Any]:
         "strategy": type(strategy), "attributes": sorted(vars(strategy)), "precision": id(strategy.precision_plugin),
         "profiler": id(made.profiler), "accumulate": made.accumulate_grad_batches, "limit": made.limit_train_batches,
         "val_check_interval": made.val_check_interval, "methods": sorted(set(vars(module)) & set(dir(type(module)))),
-        "trainer": set(vars(made)) - {"_last_val_time"},
+        "ours": [name for name, value in vars(made).items() if type(value).__module__.startswith("fastloop")],
     }  # fmt: skip
 
 

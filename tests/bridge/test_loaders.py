@@ -1,4 +1,4 @@
-"""Train loaders in a real Trainer: several of them, reloaded, in the user's own CombinedLoader; everything given back."""
+"""Train loaders in a real Trainer: several, reloaded, in the user's own CombinedLoader; everything given back."""
 
 from __future__ import annotations
 
@@ -207,6 +207,25 @@ def test_workers_count_as_seen_though_the_feed_ends_them_early(monkeypatch: pyte
     (type("Own", (BatchSampler,), {})(SequentialSampler(range(20)), 8, False), None)])  # fmt: skip
 def test_sizes_are_known_for_torchs_own_batch_sampler(sampler: Any, sizes: Any) -> None:
     assert _plain_sizes(sampler) == sizes
+
+
+@pytest.mark.parametrize("micro", [3, 16])
+def test_all_data_rungs_together(micro: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Workers draw ahead, the feed fetches ahead, windows are merged and cut; then half of it resumed."""
+    feed_on_cpu(monkeypatch)
+    rungs = {**WORKERS, "prefetch": {"depth": 3}, "batch": {"micro_batch": micro}}
+
+    def fit(which: Any, epochs: int, **settings: Any) -> Run:
+        return run(which, batches(84, shuffle=True), max_epochs=epochs, accumulate_grad_batches=4, val=batches(),
+                   **settings)  # fmt: skip
+
+    plain, ours = fit(None, 6), fit(rungs, 6)
+    assert [verdict.took for verdict in ours.loop.verdicts if verdict.rung != "prefetch"] == [True, True]  # type: ignore[union-attr]
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-6
+    assert ours.record.validated == plain.record.validated
+    fit(rungs, 2).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    halves = [fit(which, 4, ckpt=tmp_path / "half.ckpt") for which in (None, rungs)]
+    assert halves[1].module.samples == halves[0].module.samples and distance(*halves) < 1e-6
 
 
 def test_validation_loaders_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,8 @@ def test_a_plateau_scheduler() -> None:
     (RAGGED, {"check_val_every_n_epoch": 2}, 1), (RAGGED, {"limit_train_batches": 6}, 3),
     (EVEN, {"limit_train_batches": 0.5}, 3), (RAGGED, {"limit_train_batches": 0.7, "val_check_interval": 4}, None),
     (EVEN, {"max_steps": 4}, 1), (EVEN, {"max_steps": 4, "val_check_interval": 4}, 4),
-    (EVEN, {"limit_train_batches": 8, "val_check_interval": 4, "reload_dataloaders_every_n_epochs": 1}, 6)])  # fmt: skip
+    (EVEN, {"limit_train_batches": 8, "val_check_interval": 4, "reload_dataloaders_every_n_epochs": 1}, 6),
+])  # fmt: skip
 def test_what_counts_batches(train: Any, settings: dict[str, Any], validations: int | None) -> None:
     settings = {"max_epochs": 3, **ACCUMULATE, **settings}
     plain, merged = both(MERGE, train, val=batches, **settings)
@@ -140,7 +141,8 @@ def test_an_iterable_dataset_is_refused() -> None:
 
 def test_a_checkpoint_every_so_many_steps_and_an_average_of_weights(tmp_path: Path) -> None:
     def callbacks(name: str) -> tuple[Any, ...]:
-        return (ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1), WeightAveraging(use_buffers=True))
+        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1)
+        return (saves, WeightAveraging(use_buffers=True))
 
     runs = [run(rungs, RAGGED(), max_epochs=3, callbacks=callbacks(name), enable_checkpointing=True, **ACCUMULATE)
             for name, rungs in (("plain", None), ("merged", MERGE))]  # fmt: skip

@@ -71,8 +71,8 @@ def test_callbacks_see_what_they_saw(accumulate: int, tmp_path: Any) -> None:
     def saves() -> tuple[ModelCheckpoint]:
         return (ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1),)
 
-    plain, split = both(SPLIT, partial(batches, 44), val=batches, callbacks=saves, max_epochs=3,
-                        val_check_interval=0.5, accumulate_grad_batches=accumulate, enable_checkpointing=True)  # fmt: skip
+    plain, split = both(SPLIT, partial(batches, 44), val=batches, callbacks=saves, max_epochs=3, val_check_interval=0.5,
+                        accumulate_grad_batches=accumulate, enable_checkpointing=True)  # fmt: skip
     assert split.record.hooks == plain.record.hooks
     assert {"start", "zero_grad", "backward", "step", "end", "validation", "save"} == {
         hook[0] for hook in plain.record.hooks}  # fmt: skip
@@ -201,7 +201,9 @@ class Images(Net):
         return self.net(torch.stack(batch).flatten(1)).square().mean()
 
 
-def images(count: int = 16) -> DataLoader[Any]:
+def images() -> DataLoader[Any]:
+    """The last batch has three images, as many as each has channels."""
+    count = 19
     data = torch.arange(count * 48.0).reshape(count, 3, 4, 4) / 1000
     return DataLoader(data, batch_size=8, collate_fn=list)  # type: ignore[arg-type]
 
@@ -213,11 +215,11 @@ def test_a_batch_that_cannot_be_cut_runs_whole(train: Any, module: Any, why: str
     micro = {"batch": {"micro_batch": 2}}
     plain, split = both(micro, train, module, max_epochs=2)
     verdict = split.verdict("batch")
-    assert verdict.took is False and verdict.why == f"batches run whole: {why}" and split.seen("batch")["problem"] == why
+    assert verdict.took is False and verdict.why == f"batches run whole: {why}"
     assert distance(plain, split) == 0
     before = module()
     start = {name: tensor.clone() for name, tensor in before.state_dict().items()}
-    with pytest.raises(FastLoopError, match="turn rungs.batch off, or strict") as error:
+    with pytest.raises(FastLoopError, match=r"turn rungs\.batch off, or strict") as error:
         run(micro, train(), lambda: before, strict=True)
     assert why in str(error.value)
     assert all(torch.equal(start[name], tensor) for name, tensor in before.state_dict().items())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import lightning.pytorch
 import pytest
 import pytorch_lightning
 
-from fastloop.bridge import namespace, strategy
+from fastloop import FastLoop
+from fastloop.bridge import namespace
+from tests.bridge.launch import python
 
 SPACES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 
@@ -28,9 +31,24 @@ def test_what_is_not_lightnings_is_refused() -> None:
 
 def test_installed_names_come_without_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(namespace.installed()) == list(SPACES)
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)  # type: ignore[arg-type]  # as if it were broken
-    assert "lightning.pytorch" in namespace.installed()
-    strategy.register()
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert list(namespace.installed()) == ["lightning.pytorch"]
+
+
+def test_a_broken_installation_of_the_other_name_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_lightning.py").write_text("raise ImportError('made for another torch')")
+    program = (
+        "from fastloop import FastLoop\n"
+        "from tests.models import Regression, loader, trainer\n"
+        "made = trainer(strategy='fastloop', callbacks=[FastLoop('safe', quiet=True)])\n"
+        "made.fit(Regression(), loader())\n"
+        "print('TRAINED', made.global_step)\n"
+    )
+    said = python("-c", program, cwd=tmp_path)
+    assert "TRAINED 8" in said
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_the_callback_is_one_of_each_namespace(name: str) -> None:
+    assert issubclass(FastLoop, SPACES[name].Callback)

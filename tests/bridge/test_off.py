@@ -13,13 +13,13 @@ import lightning as L
 import numpy
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from fastloop import FastLoop
 from fastloop.ladder import Ladder
-from tests.models import trainer
+from tests.models import Ema, trainer
 
 SAMPLES, BATCH, EPOCHS = 40, 8, 2
 ALL_OFF = {"watch": {"enabled": False}, "rungs": {name: {"enabled": False} for name, _ in Ladder().rungs()}}
@@ -94,7 +94,7 @@ class Trace:
 def train(folder: Path, workers: int, callback: Callback | None) -> Trace:
     """One run; every run of a comparison uses the same folder, for checkpoints hold their path."""
     checkpoints = ModelCheckpoint(dirpath=folder / "checkpoints", filename="{epoch}", save_top_k=-1, save_last=True)
-    callbacks = [EMAWeightAveraging(decay=0.9), checkpoints]
+    callbacks = [Ema(decay=0.9), checkpoints]
     made = trainer(
         max_epochs=EPOCHS, accumulate_grad_batches=2, enable_checkpointing=True, log_every_n_steps=1,
         logger=CSVLogger(folder, name="log", version="0"), callbacks=[*([callback] if callback else []), *callbacks],

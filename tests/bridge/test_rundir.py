@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from fastloop import FastLoop
 from fastloop.records import PARTS
@@ -137,6 +138,17 @@ def test_without_a_log_dir_nothing_is_written(tmp_path: Path, monkeypatch: pytes
     loop = FastLoop(quiet=True)
     fit(loop)
     assert loop.run_dir is None and list(tmp_path.iterdir()) == []
+
+
+def test_a_log_dir_on_another_machine_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Remote(DummyLogger):
+        save_dir = "s3://bucket/runs"
+
+    loop = FastLoop(quiet=True)
+    fit(loop, logger=Remote())
+    assert loop.run_dir is None and loop.measurement is not None and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["../../x", "ünï cödé", "a" * 300, "-rf", ".."])

@@ -123,13 +123,14 @@ class Suspect(Regression):
 def test_what_a_module_does_as_far_as_its_source_says() -> None:
     found = facts(Suspect())
     assert found.autocasts == ("Suspect.training_step",) and found.detaches_grads == ("Suspect.on_after_backward",)
-    assert [text.split(" ")[0] for text in found.not_mean_losses] == ["sum", "weighted", "Suspect.training_step"]
+    losses = {text.split(" ")[0] for text in found.not_mean_losses}
+    assert {"sum", "weighted", "Suspect.training_step"} <= losses and not losses & {"mean", "Suspect.validation_step"}
     assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)
 
 
 def test_a_class_typed_at_a_prompt_has_no_source_and_is_no_error() -> None:
     space: dict[str, Any] = {"Regression": Regression, "torch": torch}
-    exec("class Typed(Regression):\n def training_step(self, batch, batch_idx):\n  return torch.autocast('cpu')\n", space)
+    exec("class Typed(Regression):\n def training_step(self, batch):\n  torch.autocast('cpu')\n", space)
     assert facts(space["Typed"]()).autocasts == ()
 
 
@@ -184,7 +185,7 @@ class Endless(IterableDataset[Any]):
         (lambda: loader(num_workers=2, persistent_workers=True), {"num_workers": 2, "persistent_workers": True}),
         (lambda: loader(collate_fn=list), {"custom_collate": True}),
         (lambda: DataLoader(Endless(), batch_size=2), {"map_style": False, "batches": None, "batch_size": 2}),
-        (lambda: loader(multiprocessing_context="spawn", num_workers=1), {"start_method": "spawn", "unpicklable": None}),
+        (lambda: loader(multiprocessing_context="spawn", num_workers=1), {"start_method": "spawn"}),
         (
             lambda: DataLoader(pairs(), batch_sampler=BatchSampler(SequentialSampler(pairs()), 6, False)),
             {"batch_size": 6, "batches": 11},
@@ -205,10 +206,11 @@ def test_reading_takes_no_sample_and_draws_no_number() -> None:
 
         def __getitem__(self, index: int) -> float:
             type(self).taken += 1
-            return super().__getitem__(index)
+            return random.random()
 
+    module = Suspect()
     states = random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state())
     found = survey.loader_facts(DataLoader(Counts(), shuffle=True))
-    facts(Suspect())
+    facts(module)
     assert Counts.taken == 0 and found.draws_random
     assert states == (random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state()))

@@ -151,5 +151,6 @@ def test_a_profiler_of_the_user_gets_every_call_and_every_write() -> None:
         profiler.start("two")
         profiler.stop("two")
     assert set(inner.recorded_durations) == {"one", "two"} and "two" in profiler.summary()
+    assert isinstance(profiler, SimpleProfiler) and type(profiler) is WatchingProfiler
     with pytest.raises(AttributeError):
         profiler.not_there  # noqa: B018

@@ -38,7 +38,8 @@ def test_with_workers() -> None:
     for _ in range(8):
         next(iterator)
     assert wait_for(1, iterator) == 1  # nine of ten are used
-    assert list(iterator)[0][0].tolist() == [36, 37, 38, 39]
+    rest = list(iterator)
+    assert len(rest) == 1 and rest[0][0].tolist() == [36, 37, 38, 39]
     assert live_workers(iterator) == 0  # they end with the last batch
     del iterator
     gc.collect()

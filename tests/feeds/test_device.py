@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -94,17 +95,20 @@ def test_reads_and_writes_go_to_the_loader() -> None:
     assert ahead.dataset is DATA and not hasattr(ahead, "state_dict")
 
 
-def test_an_exception_in_the_loader_comes_through_with_its_batch_order() -> None:
+def test_an_exception_in_the_loader_comes_when_the_batches_before_it_are_used() -> None:
     def broken() -> Iterator[int]:
-        yield 1
+        yield from range(3)
         raise RuntimeError("planted")
 
     class Broken:
         def __iter__(self) -> Iterator[int]:
             return broken()
 
-    with pytest.raises(RuntimeError, match="planted"):
-        list(feed(Broken()))
+    seen: list[int] = []
+    with pytest.raises(RuntimeError, match="planted") as error:
+        seen.extend(feed(Broken(), depth=5))
+    assert seen == [0, 1, 2]
+    assert "broken" in [entry.name for entry in error.traceback]
 
 
 def test_a_retired_feed_hands_through() -> None:
@@ -128,7 +132,7 @@ def test_persistent_workers_leave_no_processes() -> None:
     assert len(workers - before) <= 2 and loader._iterator is not None
     del iterator, ahead, loader
     gc.collect()
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers - before if psutil.pid_exists(pid)], 5)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers - before if psutil.pid_exists(pid)], 5)
     assert not alive
 
 
@@ -168,7 +172,7 @@ def test_saved_state_is_that_of_the_batches_used(workers: int, depth: int, used:
     resumed.load_state_dict(state)
     again = consumer.take(iter(resumed), 10 - used)
     assert again == rest
-    assert sorted(sum(head + again, [])) == list(range(20))
+    assert sorted(chain.from_iterable(head + again)) == list(range(20))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

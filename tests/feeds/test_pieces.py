@@ -44,7 +44,8 @@ def sizes(pieces: list[Piece]) -> list[int]:
 
 
 @pytest.mark.parametrize(("rows", "micro", "expected"), [
-    (10, 4, [4, 4, 2]), (8, 4, [4, 4]), (4, 4, [4]), (3, 4, [3]), (3, 1, [1, 1, 1])])  # fmt: skip
+    (10, 4, [4, 4, 2]), (8, 4, [4, 4]), (4, 4, [4]), (3, 4, [3]), (3, 1, [1, 1, 1]),
+    (9, 4, [4, 3, 2]), (4, 3, [2, 2]), (5, 2, [2, 2, 1]), (1, 4, [1])])  # fmt: skip
 def test_pieces_cover_the_batch_in_order(rows: int, micro: int, expected: list[int]) -> None:
     pieces = cut(x(rows), micro)
     assert sizes(pieces) == expected

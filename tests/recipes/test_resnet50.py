@@ -24,11 +24,11 @@ def test_tiny_trains_and_validates(resnet50, fit):
     assert {"train_loss", "val_loss", "val_acc"} <= set(trainer.callback_metrics)
 
 
-def test_an_epoch_has_a_hundred_batches_though_photographs_are_few(resnet50):
+def test_an_epoch_has_a_thousand_batches_though_photographs_are_few(resnet50):
     _, data = resnet50.build(resnet50.Settings(size="tiny"))
     data.prepare_data()
     data.setup("fit")
-    assert len(data.train_dataloader()) == 100
+    assert len(data.train_dataloader()) == 1_000
     images, labels = next(iter(data.train_dataloader()))
     assert images.shape == (8, 3, 64, 64)
     assert images.dtype == torch.float32
@@ -48,4 +48,4 @@ def test_trains_on_real_photographs(resnet50, fit, real):
     losses, _ = fit(module, data)
     assert all(math.isfinite(loss) for loss in losses)
     assert len(data.val_set) == 16  # a tenth of 160 photographs
-    assert len(data.train_dataloader()) == 100
+    assert len(data.train_dataloader()) == 1_000

@@ -23,11 +23,11 @@ from tests import models
 class Wide(L.LightningModule):
     """About 3 MiB of parameters, so that buckets of 1 MiB are several."""
 
-    def __init__(self, lr: float = 0.05) -> None:
+    def __init__(self, lr: float = 0.05, width: int = 600) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 600), torch.nn.Tanh(), torch.nn.Linear(600, 600),
-                                       torch.nn.Tanh(), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))  # fmt: skip
+        layers = (torch.nn.Linear(width, width) for _ in range(2))
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), *layers, torch.nn.Linear(width, 1))
         self.lr = lr
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -108,6 +108,7 @@ def refused(self: Any, state: Any, hook: Any) -> None:
 def cases() -> dict[str, Any]:
     """All cases by name, those that raise last."""
     view, one = {"overlap": {}}, {"overlap": {"bucket_cap_mb": 1}}
+    small = functools.partial(Wide, width=60)
     run: dict[str, Any] = {
         "plain": lambda n: case(n, None), "plain_accumulating": lambda n: case(n, None, accumulate_grad_batches=2),
         "other_rate": lambda n: case(n, None, module=functools.partial(Wide, lr=0.0501)),
@@ -121,7 +122,10 @@ def cases() -> dict[str, Any]:
         "static_accumulating": lambda n: case(n, {"overlap": {"static_graph": True}}, accumulate_grad_batches=2),
         "static_split": lambda n: case(n, {"overlap": {"static_graph": True}, "batch": {"micro_batch": 4}}),
         **{hook: lambda n, hook=hook: case(n, {"overlap": {"comm_hook": hook, "bucket_cap_mb": 1}})
-           for hook in ("fp16", "bf16", "powersgd")},
+           for hook in ("fp16", "bf16")},
+        "powersgd": lambda n: case(n, {"overlap": {"comm_hook": "powersgd"}}, module=small),
+        "powersgd_wide": lambda n: case(n, {"overlap": {"comm_hook": "powersgd"}}),
+        "plain_small": lambda n: case(n, None, module=small),
         "hook_accumulating": lambda n: case(n, {"overlap": {"comm_hook": "fp16", "bucket_cap_mb": 1}},
                                             accumulate_grad_batches=2),
         "users_hook": lambda n: case(n, {"overlap": {"comm_hook": "fp16"}},
@@ -133,6 +137,10 @@ def cases() -> dict[str, Any]:
     found = {name: each(name) for name, each in run.items() if name != "after_errors"}
     with mock.patch.object(DistributedDataParallel, "register_comm_hook", refused):
         found["refused_hook"] = case("refused_hook", {"overlap": {"comm_hook": "bf16"}})
+    really, everything = torch.compile, {"amp": {}, "layout": {}, "fused": {}, "compile": {}, **view}
+    with mock.patch.object(torch, "compile", lambda function, mode, dynamic: really(function, backend="eager")):
+        found["compiled"] = case("compiled", {"compile": {}, **view})
+        found["everything"] = case("everything", everything)
     return {**found, "after_errors": run["after_errors"]("after_errors")}
 
 
