@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,8 @@ def run(rungs: Rungs, train: Any, module: Any = None, *, val: Any = None, ckpt: 
     record = Record()
     trainer = models.trainer(callbacks=[record, *callbacks, *([loop] if loop else [])], **settings)
     torch.manual_seed(1)
-    trainer.fit(made, train, val, datamodule=datamodule, ckpt_path=ckpt, **({"weights_only": False} if ckpt else {}))
+    trust = {"weights_only": False} if ckpt and "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    trainer.fit(made, train, val, datamodule=datamodule, ckpt_path=ckpt, **trust)
     return Run(loop, trainer, made, record)
 
 

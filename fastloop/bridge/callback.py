@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,8 +29,6 @@ else:
 
 _BATCH_HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
                 "on_before_zero_grad", "on_train_batch_end")  # fmt: skip
-_instances = itertools.count()
-
 strategy.register()
 
 
@@ -58,8 +55,6 @@ class FastLoop(Callback):
     ) -> None:  # fmt: skip
         self.off = disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
-        # Each instance has its own key: Lightning would refuse a second one before we can say what is wrong.
-        self._key = f"FastLoop{next(_instances)}"
         self._forget()
         self._live()
         for name in _BATCH_HOOKS:
@@ -96,10 +91,6 @@ class FastLoop(Callback):
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
         self._step = 0
-
-    @property
-    def state_key(self) -> str:
-        return self._key
 
     def __getstate__(self) -> dict[str, Any]:
         blank = FastLoop.__new__(FastLoop)
@@ -221,7 +212,7 @@ class FastLoop(Callback):
 
     def _start_watch(self, trainer: Any) -> None:
         self._watch = Watch(trainer.strategy.root_device, self.config.watch, world_size=trainer.world_size,
-                            ready=lambda: live.batches_ready(trainer))  # fmt: skip
+                            owed=lambda: live.batches_owed(trainer))  # fmt: skip
         before = trainer.profiler
         trainer.profiler = ours = WatchingProfiler(before, self._asks, self._gets)
         self._restore.append(lambda: setattr(trainer, "profiler", before) if trainer.profiler is ours else None)

@@ -38,14 +38,13 @@ def _held(loader: Any) -> int:
     return int(workers * factor) + (loader.depth if isinstance(loader, DeviceFeed) else 0)
 
 
-def batches_ready(trainer: Any) -> int | None:
-    """Batches that wait, finished, in all queues; None where that cannot be read."""
-    counts = [queue.batches_ready(iterator) for iterator in iterators(trainer)
+def batches_owed(trainer: Any) -> int | None:
+    """Batches that workers were asked for and have not finished, all loaders; None where that cannot be read."""
+    counts = [queue.batches_owed(iterator) for iterator in iterators(trainer)
               if queue.live_workers(iterator) is not None]  # fmt: skip
     if not counts or None in counts:
         return None if queued_batches(trainer) else 0
-    ahead = sum(loader.in_flight for loader in loaders(trainer) if isinstance(loader, DeviceFeed))
-    return sum(count or 0 for count in counts) + ahead
+    return sum(count or 0 for count in counts)
 
 
 def evidence(trainer: Any) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Merge:
             progress[part] = _recount(progress[part], self._batches_of)
 
     def _windows_of(self, batches: int) -> int:
+        """Rounded down: a checkpoint from inside a window lacks the gradients of its first batches."""
         epochs, rest = divmod(batches, self._batches)
         return epochs * math.ceil(self._batches / self.window) + rest // self.window
 

@@ -37,7 +37,7 @@ class MicroBatches:
         self.whole: tuple[int, int] | None = None
         """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
         self.problem: str | None = None
-        self.steps = self.changed = 0
+        self.steps = self.changed = self.uncut = 0
         self.most: tuple[int, ...] = ()
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._window: tuple[tuple[int, ...], int] | None = None
@@ -45,11 +45,11 @@ class MicroBatches:
         self._misfit = False
 
     def evidence(self) -> Mapping[str, Any]:
-        """Batches and how many of them ran in other pieces than the loader's own, the sizes of the most pieces one
-        of them ran in, the loader batches merged into one, and what stood in the way."""
-        return {"steps": self.steps, "changed_steps": self.changed, "micro_batches": list(self.most),
-                "samples": sum(self.most), "merged_batches": self.windows.window if self.windows else 1,
-                "problem": self.problem}  # fmt: skip
+        """Batches, how many of them ran in other pieces than the loader's own and how many could not be cut, and why;
+        the sizes of the most pieces one of them ran in; the loader batches merged into one."""
+        return {"steps": self.steps, "changed_steps": self.changed, "uncut_steps": self.uncut, "problem": self.problem,
+                "micro_batches": list(self.most), "samples": sum(self.most),
+                "merged_batches": self.windows.window if self.windows else 1}  # fmt: skip
 
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
@@ -99,7 +99,7 @@ class MicroBatches:
             if self.strict:
                 do = "turn rungs.batch off, or strict to train with whole batches"
                 raise FastLoopError(got=f"batch.micro_batch={self.micro}", why=str(reason), do=do) from None
-            self.problem = self.problem or str(reason)
+            self.uncut, self.problem = self.uncut + 1, self.problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window[0]) / window[1]
             pieces = [Piece(batch, sum(window[0]) if window else samples(batch) or 0, share)]

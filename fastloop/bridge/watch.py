@@ -80,15 +80,15 @@ class Watch:
     """Collects the marks of one fit on one rank. Issues no collective.
 
     Args:
-        ready: batches waiting in the loader's queues now, or None where that cannot be read.
+        owed: batches asked of the loader's workers and not finished, or None where that cannot be read.
     """
 
     def __init__(self, device: torch.device, settings: WatchSettings, *, world_size: int = 1,
-                 ready: Callable[[], int | None] = lambda: None) -> None:  # fmt: skip
-        self.device, self.settings, self.world_size, self._ready = device, settings, world_size, ready
+                 owed: Callable[[], int | None] = lambda: None) -> None:  # fmt: skip
+        self.device, self.settings, self.world_size, self._owed = device, settings, world_size, owed
         self.clock = Clock(device, settings.warmup_steps)
         self.losses = LossLog()
-        self._ready_at_start: int | None = None
+        self._owed_at_start: int | None = None
         self._was_open = False
 
     def ask(self) -> None:
@@ -96,7 +96,7 @@ class Watch:
         self.clock.ask()
         if self.clock.open and not self._was_open:
             self._was_open = True
-            self._ready_at_start = self._ready()
+            self._owed_at_start = self._owed()
 
     def got(self) -> None:
         """The loop has its batch."""
@@ -109,7 +109,7 @@ class Watch:
 
     def finish(self, evidence: Mapping[str, Mapping[str, Any]]) -> Measurement:
         """Close the window and say what was seen; every number that could not be measured is None."""
-        ready_at_end = self._ready() if self._was_open else None
+        owed_at_end = self._owed() if self._was_open else None
         window = self.clock.close()
         common: dict[str, Any] = {
             "loss": self.losses.values(), "loss_every": self.losses.every, "peak_gib": self._peak_gib(),
@@ -119,13 +119,14 @@ class Watch:
         }  # fmt: skip
         if window is None or window.steps == 0:
             return Measurement(**common)
-        return Measurement(**common, **self._rates(window, ready_at_end))
+        return Measurement(**common, **self._rates(window, owed_at_end))
 
-    def _rates(self, window: Window, ready_at_end: int | None) -> dict[str, Any]:
+    def _rates(self, window: Window, owed_at_end: int | None) -> dict[str, Any]:
         rate, drained = window.samples / window.wall_s, False
-        if self._ready_at_start is not None and ready_at_end is not None and window.batches:
-            # Batches that were made before the window and used in it are not the pipeline's work.
-            rate *= 1 - (self._ready_at_start - ready_at_end) / window.batches
+        if self._owed_at_start is not None and owed_at_end is not None and window.batches:
+            # Batches that were made before the window and used in it are not the pipeline's work. The other way round,
+            # a queue that filled up, the loader outran the training, whose rate is what it used.
+            rate *= 1 - max(0, owed_at_end - self._owed_at_start) / window.batches
             drained = True
         step_ms = 1e3 * window.wall_s / window.steps
         deciles = _deciles(window.step_s)

@@ -1,4 +1,4 @@
-"""How full a loader's queue is and how many of its workers live. Reads torch's own fields, each behind a test."""
+"""How far behind a loader's queue is and how many of its workers live. Reads torch's own fields, each behind a test."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ def live_workers(iterator: Any) -> int | None:
     return 0 if hasattr(iterator, "_dataset_fetcher") else None
 
 
-def batches_ready(iterator: Any) -> int | None:
-    """Batches that wait, finished, in a multi-process DataLoader iterator; None where it cannot be told.
+def batches_owed(iterator: Any) -> int | None:
+    """Batches a multi-process DataLoader iterator has asked its workers for and that are not finished.
 
-    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_task_info` holds early arrivals,
-    `_data_queue` those the pin thread or the workers have delivered.
+    0 while the queue is as full as it can be, also near the end of an epoch, when there is little left to ask for; up
+    to ``num_workers * prefetch_factor`` when it is drained. None where it cannot be told.
+    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_tasks_outstanding` are asked for,
+    `_task_info` holds early arrivals, `_data_queue` what the pin thread or the workers have delivered.
     """
     if live_workers(iterator) == 0:
         return 0
     try:
         early = sum(len(info) == 2 for info in iterator._task_info.values())
-        return early + int(iterator._data_queue.qsize())
+        return max(0, int(iterator._tasks_outstanding) - early - int(iterator._data_queue.qsize()))
     except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
         return None

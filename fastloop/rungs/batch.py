@@ -24,7 +24,8 @@ class Batch:
 
     *Split* (micro_batch smaller than the loader's batch): batch_idx, global_step, schedules, validation, checkpoints
     and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): each window
-    becomes one loader batch, so whatever counted batches counts optimizer steps; the plan names it.
+    becomes one loader batch, so whatever counted batches counts optimizer steps; the plan names it. What training_step
+    logs is put together as its reduce_fx says: means by samples, sums added, extremes of the parts.
     """
 
     enabled: bool = False
@@ -98,11 +99,11 @@ class Batch:
         evidence: Any = seen.evidence.get("batch", {})
         if not evidence.get("steps"):
             return Verdict(took=False, why="no optimizer step ran")
-        whole, problem = evidence["steps"] - evidence["changed_steps"], evidence.get("problem")
+        problem = evidence.get("problem")
         if not evidence["changed_steps"]:
             return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
         sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
         why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
         if problem:
-            why += f"; {whole} of {evidence['steps']} batches could not be cut: {problem}"
+            why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
         return Verdict(took=True, why=why)

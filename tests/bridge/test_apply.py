@@ -184,6 +184,19 @@ def test_a_loader_change_that_fails_leaves_the_users_loader(monkeypatch: pytest.
         assert all("ZeroDivisionError" in (step.reason or "") for step in loop.plan.steps) == failing
 
 
+def test_a_window_whose_loader_then_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = {"rungs": {"batch": {"enabled": True, "micro_batch": 16}}}
+    plain, _ = fit(None, accumulate_grad_batches=2)
+    steps = []
+    for failing in (False, True):
+        if failing:
+            monkeypatch.setattr("fastloop.bridge.loaders.clone", lambda *args, **kwargs: 1 / 0)
+        loop = FastLoop(merged, quiet=True)
+        made, module = fit(loop, accumulate_grad_batches=2)
+        steps.append((made.global_step, len(module.losses), loop.plan.steps[0].status))
+    assert steps == [(4, 4, "planned"), (4, 8, "skipped")] and plain.global_step == 4
+
+
 def test_a_rung_counts_as_planned_once_it_applies_to_one_loader() -> None:
     class Both(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

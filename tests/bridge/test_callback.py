@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -47,7 +48,9 @@ def fit(loop: FastLoop | None, **settings: Any) -> Regression:
 # -- what it refuses ------------------------------------------------------------------------------------------------
 
 
-def test_two_in_one_trainer_are_refused() -> None:
+@pytest.mark.parametrize("space", ["lightning.pytorch", "pytorch_lightning"])
+def test_two_in_one_trainer_are_refused_by_us_and_not_by_lightning(space: str) -> None:
+    importlib.import_module(space).Trainer(accelerator="cpu", logger=False, callbacks=[FastLoop(), FastLoop()])
     made = trainer(callbacks=[FastLoop(), FastLoop("safe")])
     with pytest.raises(FastLoopError, match="2 FastLoop callbacks in one Trainer") as error:
         made.fit(Regression(), loader())

@@ -255,8 +255,9 @@ def test_the_comparison_finds_another_order_of_samples() -> None:
 @pytest.mark.parametrize("name", ["fast_dev_run", "barebones"])
 def test_trial_runs_write_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    loop = FastLoop(EXACT)
-    run(seeded(name), loop)
+    loop, case = FastLoop(EXACT), seeded(name)
+    case.trainer["logger"] = True
+    run(case, loop)
     assert loop.run_dir is None and loop.measurement is not None
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

@@ -157,6 +157,7 @@ def test_where_on_exception_never_reaches_us_the_next_stage_cleans_up() -> None:
     raiser.on, module.trouble = False, no_trouble
     made.fit(module, images())
     assert changed(made, module, before) == {}
+    assert all(verdict.took for verdict in loop.verdicts), f"planned on what the last fit left behind: {loop.verdicts}"
     assert loop.measurement is not None and loop.measurement.total_steps == 4
 
 

@@ -15,7 +15,7 @@ from tests.runs import Net, batches, feed_on_cpu, run
 
 
 class Look(L.Callback):
-    """Waits until the queues are full, then notes what is to be seen."""
+    """Waits until the queues are as full as they can be, then notes what is to be seen."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
@@ -25,9 +25,9 @@ class Look(L.Callback):
             return
         full = live.queued_batches(trainer)
         end = time.monotonic() + 10
-        while (live.batches_ready(trainer) or 0) < full and time.monotonic() < end:
+        while live.batches_owed(trainer) and time.monotonic() < end:
             time.sleep(0.02)
-        self.seen = {"queued": full, "ready": live.batches_ready(trainer), **live.evidence(trainer)}
+        self.seen = {"queued": full, "owed": live.batches_owed(trainer), **live.evidence(trainer)}
 
 
 def look(rungs: Any, loader: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def look(rungs: Any, loader: Any) -> dict[str, Any]:
 
 def test_without_workers() -> None:
     seen = look(None, batches(80))
-    assert (seen["queued"], seen["ready"], seen["num_workers"], seen["kind"]) == (0, 0, 0, "DataLoader")
+    assert (seen["queued"], seen["owed"], seen["num_workers"], seen["kind"]) == (0, 0, 0, "DataLoader")
     assert seen["map_style"] is True
 
 
@@ -46,9 +46,9 @@ def test_with_workers_and_a_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_on_cpu(monkeypatch)
     workers = {"workers": {"count": 2, "prefetch_factor": 2}}
     seen = look(workers, batches(160))
-    assert (seen["queued"], seen["ready"], seen["num_workers"]) == (4, 4, 2)
+    assert (seen["queued"], seen["owed"], seen["num_workers"]) == (4, 0, 2)
     seen = look({**workers, "prefetch": {"depth": 3}}, batches(160))
-    assert (seen["queued"], seen["ready"], seen["num_workers"]) == (7, 7, 2)
+    assert (seen["queued"], seen["owed"], seen["num_workers"]) == (7, 0, 2)
 
 
 def test_loaders_that_show_nothing() -> None:
@@ -61,12 +61,12 @@ def test_loaders_that_show_nothing() -> None:
             return iter([tuple(member) for member in batches(80).dataset])
 
     own = look(None, Own())
-    assert own["kind"] == "Own" and own["num_workers"] is None and own["ready"] == 0
+    assert own["kind"] == "Own" and own["num_workers"] is None and own["owed"] == 0
     assert look(None, DataLoader(Stream(), batch_size=8))["map_style"] is False
 
 
 def test_before_a_fit_there_is_nothing() -> None:
     fresh = trainer()
-    assert live.loaders(fresh) == [] and live.evidence(fresh) == {} and live.batches_ready(fresh) == 0
+    assert live.loaders(fresh) == [] and live.evidence(fresh) == {} and live.batches_owed(fresh) == 0
     assert list(live.iterators(fresh)) == []
     Net()

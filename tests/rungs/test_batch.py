@@ -106,7 +106,7 @@ def test_takes() -> None:
         False, "the loader's batches already have 8 samples")  # fmt: skip
     verify = Batch(enabled=True, micro_batch=4).verify
     assert verify(Measurement()).why == "no optimizer step ran"
-    evidence = {"steps": 3, "changed_steps": 0, "problem": None, "micro_batches": [3], "samples": 3}
+    evidence = {"steps": 3, "changed_steps": 0, "uncut_steps": 0, "problem": None, "micro_batches": [3], "samples": 3}
     assert verify(Measurement(evidence={"batch": evidence})).why == (
         "batches run whole: none was larger than micro_batch")  # fmt: skip
 

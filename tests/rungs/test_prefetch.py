@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop import FastLoop
@@ -238,3 +239,40 @@ def test_a_resumed_epoch_misses_and_repeats_nothing(on_cpu: None, tmp_path: Path
     fit(2, save="untracked")
     lost = fit(2, ckpt=next((tmp_path / "untracked").iterdir()))
     assert lost.module.samples != whole.module.samples[27:] and len(lost.module.samples) < 13
+
+
+class Stream(IterableDataset):
+    """Knows where it stands, and not how long it is."""
+
+    def __init__(self) -> None:
+        self.next = self.start = 0
+
+    def __iter__(self) -> Any:
+        for number in range(self.start, 40):
+            self.next = number + 1
+            yield tuple(member[number] for member in numbered(40).tensors)
+        self.start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["next"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_resumed_stream_without_length(on_cpu: None, tmp_path: Path, depth: int) -> None:
+    """Lightning looks one batch ahead here by itself, and without the feed's tracking that batch is lost."""
+
+    def fit(rungs: Any, ckpt: Any = None, save: str | None = None) -> Run:
+        callbacks = (ModelCheckpoint(tmp_path / save, every_n_train_steps=7),) if save else ()
+        return run(rungs, StatefulDataLoader(Stream(), batch_size=2), max_epochs=1, max_steps=7 if save else -1,
+                   ckpt=ckpt, callbacks=callbacks, enable_checkpointing=bool(save))  # fmt: skip
+
+    rungs = {"prefetch": {"depth": depth}}
+    used = {name: fit(which, save=name).module.samples for name, which in (("plain", None), ("fed", rungs))}
+    assert used["plain"] == used["fed"] and len(used["fed"]) == 7
+    rest = fit(rungs, next((tmp_path / "fed").iterdir())).module.samples
+    assert list(chain.from_iterable(used["fed"] + rest)) == list(range(40))
+    lost = fit(None, next((tmp_path / "plain").iterdir())).module.samples
+    assert list(chain.from_iterable(used["plain"] + lost)) != list(range(40))
