@@ -44,8 +44,8 @@ class Ready(Dataset[torch.Tensor]):
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 7, stride=4), torch.nn.ReLU(),
-                                       torch.nn.Conv2d(32, 64, 3, stride=2), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3))  # fmt: skip
+        first, second, third = torch.nn.Conv2d(3, 32, 7, 4), torch.nn.Conv2d(32, 64, 3, 2), torch.nn.Conv2d(64, 64, 3)
+        self.net = torch.nn.Sequential(first, torch.nn.ReLU(), second, torch.nn.ReLU(), third)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.net(batch).square().mean()
@@ -102,13 +102,14 @@ def run(prefetch: bool, mib: int, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     rungs = {"prefetch": {"enabled": True}} if prefetch else {}
     trace, loop = Trace(steps), FastLoop({"rungs": rungs, "watch": {"warmup_steps": steps // 3}}, quiet=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_steps=steps, accelerator="gpu", devices=1, callbacks=[loop, trace], **quiet)
+    trainer = L.Trainer(max_steps=steps, accelerator="gpu", devices=1, callbacks=[loop, trace], logger=False,
+                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     trainer.fit(Net(), DataLoader(Ready(mib, steps), batch_size=None))
     copies, kernels = union(spans(trace.profiler, copies=True)), union(spans(trace.profiler, copies=False))
     total, hidden, count = sum(end - start for start, end in copies), overlap(copies, kernels), trace.last - trace.first
     return {"what": "prefetch_trace", "prefetch": prefetch, "mib_per_batch": mib, "traced_steps": count,
-            "step_ms": trace.step_ms, "copy_ms_per_step": total / 1e3 / count, "hidden_pct": 100 * hidden / total if total else None,
+            "step_ms": trace.step_ms, "copy_ms_per_step": total / 1e3 / count,
+            "hidden_pct": 100 * hidden / total if total else None,
             "exposed_copy_ms_per_step": (total - hidden) / 1e3 / count,
             "verdicts": [verdict.why for verdict in loop.verdicts]}  # fmt: skip
 
@@ -128,8 +129,8 @@ def main() -> None:
     for prefetch, rows in results.items():
         middle = {key: statistics.median(row[key] for row in rows)
                   for key in ("step_ms", "copy_ms_per_step", "hidden_pct", "exposed_copy_ms_per_step")}  # fmt: skip
-        print(json.dumps({"what": "prefetch_trace summary", "prefetch": prefetch, "n": len(rows), **middle,
-                          "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lightning": L.__version__}))  # fmt: skip
+        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lightning": L.__version__}
+        print(json.dumps({"what": "prefetch_trace summary", "prefetch": prefetch, "n": len(rows), **middle, **where}))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/recipes.py resnet50 --runs 3 [--data DIR] [--steps 40] [--arms naive,safe,full,resident]
 
 Every run is a fresh process; arms take turns, in an order shuffled each round. `resident` is the recipe's own step on
-one device batch that never moves (no data, no copy), in the precision and layout of `full`. One JSON line per run, then
-one per arm with the median and a t interval of log(rate) over its runs. No parity is checked here: that is `fastloop ab`.
+one device batch that never moves (no data, no copy), in the precision and layout of `full`. One JSON line per run,
+then one per arm with the median and a t interval of log(rate) over its runs. No parity is checked here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ ARMS = {"naive": [], "safe": ["--config", "safe"], "full": ["--config", "full"],
 
 def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One run in a fresh process; its measurement, or what went wrong."""
-    overrides = [f"run.max_steps={options.steps * LONGER[arm]}", f"watch.warmup_steps={options.warmup}", f"run.seed={seed}",
+    steps = options.steps * LONGER[arm]
+    overrides = [f"run.max_steps={steps}", f"watch.warmup_steps={options.warmup}", f"run.seed={seed}",
                  f"recipe.size={options.size}", "trainer.logger=false", "trainer.limit_val_batches=0"]  # fmt: skip
     if options.data:
         overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
@@ -107,14 +108,14 @@ def resident(recipe: str, arguments: list[str]) -> None:
     print(json.dumps({"measurement": files.measurement_json(loop.measurement), **files.verdicts_json(loop.verdicts)}))
 
 
-def summarise(recipe: str, arm: str, rates: list[float], versions: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def summarise(arm: str, rates: list[float], versions: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     logs = [math.log(rate) for rate in rates]
     half = stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
     middle = statistics.mean(logs)
-    return {"what": "recipes", "recipe": recipe, "arm": arm, "n": len(rates), "samples_per_s": statistics.median(rates),
+    return {"what": "recipes", "recipe": options.recipe, "arm": arm, "n": len(rates), "samples_per_s": statistics.median(rates),
             "ci95": None if half is None else [math.exp(middle - half), math.exp(middle + half)],
-            "steps": options.steps * LONGER[arm], "warmup": options.warmup, "data": bool(options.data), "size": options.size,
-            **versions}  # fmt: skip
+            "steps": options.steps * LONGER[arm], "warmup": options.warmup, "data": bool(options.data),
+            "size": options.size, **versions}  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
@@ -123,8 +124,8 @@ def environment() -> dict[str, Any]:
     from fastloop.facts import versions
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"gpu": name, "versions": {key: value for key, value in versions().items()
-                                      if key in ("torch", "lightning", "python", "torchvision", "fastloop")}}  # fmt: skip
+    shown = ("torch", "lightning", "python", "torchvision", "fastloop")
+    return {"gpu": name, "versions": {key: value for key, value in versions().items() if key in shown}}
 
 
 def main() -> None:
@@ -152,7 +153,7 @@ def main() -> None:
     versions = environment()
     for arm, values in rates.items():
         if values:
-            print(json.dumps(summarise(options.recipe, arm, values, versions, options)), flush=True)
+            print(json.dumps(summarise(arm, values, versions, options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from fastloop import __version__
-from fastloop.commands.answer import Answer
+from fastloop.commands.answer import Answer, Failed
 from fastloop.errors import ConfigError, FastLoopError
 
 _json = click.option("--json", "json_to", metavar="FILE|-", help="One JSON object to a file, or to stdout with '-'.")
@@ -142,44 +144,65 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
     """Show the report of a run directory."""
     from fastloop.commands import reporting
 
-    _answer(lambda: reporting.report(run_dir), json_to)
-    if open_it:
-        click.launch(str(Path(run_dir) / "report.md"))
+    def show() -> Answer:
+        answer = reporting.report(run_dir)
+        if open_it and answer.json is not None:
+            click.launch(str(Path(answer.json["run_dir"]) / "report.md"))
+        return answer
+
+    _answer(show, json_to)
 
 
 def _answer(command: Callable[[], Answer], json_to: str | None) -> None:
-    """Run a command and print its answer: text to stdout, or with ``--json -`` the object there and all else to stderr."""
+    """Run a command and print its answer: text to stdout; with ``--json -`` the object there, and all else to stderr."""
     if json_to == "-":
-        # Whatever the training prints, in this process or its children, goes to stderr.
-        sys.stdout.flush()
-        kept = os.dup(1)
-        os.dup2(2, 1)
-        answer = command()
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-        if answer.text:
-            print(answer.text, file=sys.stderr)
-        print(_dump(answer))
+        with _stdout_to_stderr():
+            answer = command()
+            if answer.text:
+                print(answer.text)
     else:
+        if json_to is not None:
+            _check_writable(Path(json_to))
         answer = command()
         if answer.text:
             print(answer.text)
-        if json_to is not None:
-            _write(Path(json_to), _dump(answer))
+    if answer.json is not None and json_to is not None:
+        from fastloop.report.files import dump
+
+        if json_to == "-":
+            print(dump(answer.json, ascii_only=True), end="", flush=True)
+        else:
+            _write(Path(json_to), dump(answer.json))
     if answer.exit_code:
         raise SystemExit(answer.exit_code)
 
 
-def _dump(answer: Answer) -> str:
-    from fastloop.report.files import dump
-
-    return dump(answer.json).rstrip("\n")
-
-
-def _write(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send whatever this process and its children print to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before a training whether its result can be written after it."""
+    there = path.exists()
+    _write(path, "", mode="a")
+    if not there:
+        path.unlink()
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode, encoding="utf-8", errors="replace") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(got=f"--json {path}", why=f"it cannot be written: {error.strerror or error}",
                           do="write a file in a directory of yours, or - for stdout") from None  # fmt: skip
@@ -187,30 +210,64 @@ def _write(path: Path, text: str) -> None:
 
 def main() -> NoReturn:
     """Entry point: errors meant for people in three lines on stderr, everything else as a failed run."""
-    sys.exit(_main())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # better than no report where the terminal has no such letter
+    code = _main()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+        sys.stdout.flush()
+        os.dup2(2, 1)  # what a training's exit handlers print is no part of the answer
+    sys.exit(code)
 
 
 def _main() -> int:
     try:
         cli.main(prog_name="fastloop", standalone_mode=False)
     except FastLoopError as error:
-        print(f"fastloop: {error}", file=sys.stderr)
+        _say(f"fastloop: {error}")
         return error.exit_code
-    except click.ClickException as error:
+    except Failed as failure:
+        _say(str(failure))
+        return failure.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
+    except click.ClickException as error:
+        _say(f"fastloop: {_usage(error)}")
+        return 2
     except (KeyboardInterrupt, click.Abort):
-        print("fastloop: interrupted", file=sys.stderr)
+        _say("fastloop: interrupted")
         return 130
     except SystemExit as error:
-        # Lightning leaves a training that got SIGTERM by an exception of this family without a code.
-        named = type(error).__name__ == "SIGTERMException"
-        return 143 if named else error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            _say(error.code)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
         traceback.print_exc()
-        print(f"fastloop: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        _say(f"fastloop: this is a fault of fastloop's: {type(error).__name__}: {error}")
         return 1
     return 0
+
+
+def _say(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _usage(error: click.ClickException) -> ConfigError:
+    """Click's complaints in the words of all others."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "fastloop"
+    why, do = error.format_message(), f"see {command} --help"
+    if isinstance(error, click.NoSuchOption):
+        name, near = error.option_name, error.possibilities or ()
+        why = f"{command} has no option {name}"
+        if "." in name:
+            do = f"write {name.lstrip('-')}=…, without dashes"
+        elif near:
+            do = f"write {' or '.join(sorted(near))}"
+    elif isinstance(error, click.MissingParameter) and error.param is not None:
+        why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
+    return ConfigError(got=command, why=why, do=do)
 
 
 if __name__ == "__main__":

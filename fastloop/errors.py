@@ -10,7 +10,7 @@ class FastLoopError(Exception):
         got: what was found, with file, line and full key where there are any.
         why: why it cannot be used.
         do: what to write or run instead.
-        key: the full configuration key at fault (``rungs.workers.count``), so that the loader can add its file and line.
+        key: full key of the setting at fault (``rungs.workers.count``), so that the loader can add file and line.
     """
 
     exit_code = 1

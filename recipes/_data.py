@@ -88,7 +88,7 @@ def publish(name: str, make: Callable[[Path], None]) -> Path:
         raise ConfigError(got=f"cache folder {place.parent}", why=str(error), do=do) from error
     try:
         make(draft)
-        os.replace(draft, place)
+        draft.replace(place)
     except OSError:
         if not place.is_dir():  # else another process was first: its folder holds the same files
             raise

@@ -13,9 +13,11 @@ import pytest
 
 # A test that needs real photographs looks here and skips politely where the folder is absent.
 SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-_ALLOWED_THREADS = ("pytest_timeout", "tqdm", "Dummy", "Thread-inductor", "SubprocPool", "ThreadPoolExecutor", "raw-read")
+_ALLOWED_THREADS = ("pytest_timeout", "tqdm", "Dummy", "Thread-inductor", "SubprocPool", "ThreadPoolExecutor",
+                    "raw-read")  # fmt: skip
 _ALLOWED_VARIABLES = ("PYTEST_", "PL_", "COLUMNS", "LINES", "TORCHINDUCTOR", "_TORCHINDUCTOR", "TRITON", "KMP_",
-                      "CUDA_MODULE_LOADING", "POPLAR", "CUDA_DEVICE_ORDER", "TORCHELASTIC", "PWD", "OLDPWD", "TF2_BEHAVIOR", "MPLBACKEND", "TORCH_NCCL")  # fmt: skip
+                      "CUDA_MODULE_LOADING", "POPLAR", "CUDA_DEVICE_ORDER", "TORCHELASTIC", "PWD", "OLDPWD",
+                      "TF2_BEHAVIOR", "MPLBACKEND", "TORCH_NCCL")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

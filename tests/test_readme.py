@@ -16,8 +16,8 @@ def table() -> str:
     rows = ["| rung | what it does | faster because | don't use when |", "| --- | --- | --- | --- |"]
     for name, _ in Ladder().rungs():
         page = manual(name)
-        first, because, not_when = page.partition("\n")[0], _heading(page, "Faster because"), _heading(page, "Don't use when")
-        rows.append(f"| `{name}` | {first} | {because} | {not_when} |")
+        because, not_when = _heading(page, "Faster because"), _heading(page, "Don't use when")
+        rows.append(f"| `{name}` | {page.splitlines()[0]} | {because} | {not_when} |")
     return "\n".join(rows)
 
 

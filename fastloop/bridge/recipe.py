@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import importlib.util
+import os
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fastloop.bridge import recipe_modules
 from fastloop.config import Config
 from fastloop.errors import ConfigError
 from fastloop.schema import settings
-from fastloop.shipped import shipped
-
-PACKAGE = "fastloop_recipes"
-"""Recipes import each other relatively; this is the package they then find themselves in."""
+from fastloop.shipped import shipped, shipped_root
 
 
 def build_recipe(config: Config) -> tuple[Any, Any]:
@@ -25,25 +23,38 @@ def build_recipe(config: Config) -> tuple[Any, Any]:
         ConfigError: there is no recipe, its settings are wrong, or it cannot find its data.
     """
     module = load(config)
-    model, data = module.build(settings(module.Settings, config.recipe, "recipe", config.origins))
-    return model, data
+    made = module.build(settings(module.Settings, config.recipe, "recipe", config.origins))
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "train_dataloader"):
+        raise ConfigError(got=f"what build() of {config.recipe_file} gives", why=f"it is {type(made).__name__}",
+                          do="return a LightningModule and a LightningDataModule")  # fmt: skip
+    return made[0], made[1]
 
 
 def load(config: Config) -> ModuleType:
     """The recipe's Python module."""
     path = config.recipe_file
     if path is None:
-        raise ConfigError(got=f"{config.name}", why="neither it nor one of its bases is a recipe, so there is nothing to train",
-                          do=f"write base: with one of {', '.join(sorted(shipped('recipes')))}")  # fmt: skip
-    if PACKAGE not in sys.modules or list(sys.modules[PACKAGE].__path__) != [str(path.parent)]:
-        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
-            del sys.modules[name]
-        spec = importlib.machinery.ModuleSpec(PACKAGE, None, is_package=True)
-        spec.submodule_search_locations = [str(path.parent)]
-        sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
-    module = importlib.import_module(f"{PACKAGE}.{path.stem}")
+        raise ConfigError(got=config.name, do=f"write base: with one of {', '.join(sorted(shipped('recipes')))}",
+                          why="neither it nor one of its bases is a recipe, so there is nothing to train")  # fmt: skip
+    if "." in path.stem:
+        raise ConfigError(got=str(path), why="Python imports no file with a dot in its name",
+                          do="rename it, and its YAML with it")  # fmt: skip
+    _look_in(path.parent)
+    module = importlib.import_module(f"{recipe_modules.__name__}.{path.stem}")
     for name in ("Settings", "build"):
         if not hasattr(module, name):
             raise ConfigError(got=f"{path}", why=f"a recipe needs {name}, and this file has none",
                               do="see any file below recipes/ for the shape")  # fmt: skip
     return module
+
+
+def _look_in(folder: Path) -> None:
+    """Let the recipes' package be this folder, in this process and in those it starts."""
+    if folder == shipped_root() / "recipes":
+        os.environ.pop(recipe_modules.FOLDER, None)
+    else:
+        os.environ[recipe_modules.FOLDER] = str(folder)
+    if recipe_modules.__path__ != [str(folder)]:
+        recipe_modules.__path__[:] = [str(folder)]
+        for name in [name for name in sys.modules if name.startswith(f"{recipe_modules.__name__}.")]:
+            del sys.modules[name]

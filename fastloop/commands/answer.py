@@ -1,9 +1,9 @@
-"""What a command gives back."""
+"""What a command gives back, or ends with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -12,5 +12,14 @@ class Answer:
     """Text for people, one object for programs, and the exit code."""
 
     text: str
-    json: Mapping[str, Any] = field(default_factory=dict)
+    json: Mapping[str, Any] | None = None
+    """None: this process has nothing to say, as the ranks beside the first one."""
     exit_code: int = 0
+
+
+class Failed(Exception):
+    """A training that raised or was stopped: what to print to stderr, and the exit code."""
+
+    def __init__(self, text: str, *, exit_code: int = 1) -> None:
+        self.exit_code = exit_code
+        super().__init__(text)

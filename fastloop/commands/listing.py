@@ -11,6 +11,7 @@ from fastloop.commands.answer import Answer
 from fastloop.errors import ConfigError
 from fastloop.ladder import Ladder, manual
 from fastloop.report import files
+from fastloop.schema import spell
 from fastloop.shipped import shipped
 
 
@@ -45,7 +46,6 @@ def rungs(name: str | None) -> Answer:
     rung = ladder[name]
     settings = {field.name: getattr(rung, field.name) for field in dataclasses.fields(rung)}  # type: ignore[arg-type]
     lines = [manual(name), "", inspect.cleandoc(type(rung).__doc__ or ""), "", f"rungs.{name}:"]
-    lines += [f"  {field}: {value!r}" if isinstance(value, str) else f"  {field}: {str(value).lower()}"
-              for field, value in settings.items()]  # fmt: skip
+    lines += [f"  {field}: {spell(value)}" for field, value in settings.items()]
     return Answer(text="\n".join(lines), json={"schema": files.SCHEMA, "run_dir": None, "name": name,
                                                "manual": manual(name), "settings": settings})  # fmt: skip

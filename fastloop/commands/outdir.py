@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -12,28 +15,75 @@ from fastloop.shipped import safe_name
 ROOT = Path("fastloop-runs")
 
 
-def claim(name: str, out: str | None, *, force: bool = False) -> Path:
+@dataclass(frozen=True)
+class Place:
+    """A directory to write into, and the directories that were made for it, the innermost first."""
+
+    path: Path
+    made: tuple[Path, ...] = ()
+
+    def give_back(self) -> None:
+        """Take away what was made and is still empty: a run that never began leaves nothing behind."""
+        with contextlib.suppress(OSError):  # not empty, and so in use
+            for folder in self.made:
+                folder.rmdir()
+
+
+def claim(name: str, out: str | None, *, force: bool = False) -> Place:
     """Make the directory of a run: `out`, else ``fastloop-runs/<name>/<utc>``.
 
     Raises:
         ConfigError: it is there and not empty (and not `force`), or cannot be written.
     """
-    path = Path(out) if out is not None else _fresh(ROOT / safe_name(name))
+    path = unclaimed(name, out)
     try:
-        if path.is_dir() and any(path.iterdir()) and not force:
-            raise ConfigError(got=f"--out {path}", why="it is there already and not empty",
+        if out is not None and path.is_dir() and any(path.iterdir()) and not force:
+            raise ConfigError(got=f"--out {out}", why="it is there already and not empty",
                               do="write another directory, or --force to write into this one")  # fmt: skip
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".fastloop-{os.getpid()}"
+        place = _make(path) if out is not None else _make_fresh(path)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
+        probe = place.path / f".fastloop-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(got=f"--out {path}", why=f"it cannot be written: {error.strerror or error}",
-                          do="write --out with a directory of yours that has room") from None  # fmt: skip
-    return path
+        place.give_back()
+        raise _unwritable(path, error) from None
+    return place
 
 
-def _fresh(folder: Path) -> Path:
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    names = (stamp, *(f"{stamp}-{count}" for count in range(2, 1000)))
-    return next(folder / name for name in names if not (folder / name).exists())
+def unclaimed(name: str, out: str | None) -> Path:
+    """Where a run goes as far as its command line tells: the ranks that write nothing need no more."""
+    return Path(out).expanduser() if out is not None else ROOT / safe_name(name) / _utc()
+
+
+def _make(path: Path) -> Place:
+    return Place(path, tuple(_make_each(path)))
+
+
+def _make_fresh(path: Path) -> Place:
+    """The path, or one beside it: two runs may start in the same second."""
+    parents = tuple(_make_each(path.parent))
+    for count in range(1, 1000):
+        fresh = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        with contextlib.suppress(FileExistsError):
+            fresh.mkdir()
+            return Place(fresh, (fresh, *parents))
+    raise FileExistsError(17, "a thousand runs started in this second")
+
+
+def _make_each(path: Path) -> Iterator[Path]:
+    """Make a directory and its parents; gives those that were not there, the innermost first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    yield from missing
+
+
+def _utc() -> str:
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(got=f"run directory {path}", why=f"it cannot be written: {error.strerror or error}",
+                       do="write --out with a directory of yours that has room")  # fmt: skip

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from fastloop.commands.answer import Answer
+from fastloop.commands.outdir import ROOT
 from fastloop.errors import ConfigError
-
-PARTS = ("plan", "measurement", "verdicts", "findings")
+from fastloop.report import files
 
 
 def report(run_dir: str) -> Answer:
-    """The report of a run directory as text, and its records as one object.
+    """The report of a run directory as text, and its records as one object, shaped like that of ``fastloop run``.
 
     Raises:
         ConfigError: the directory holds no run.
     """
     path = Path(run_dir)
+    if path.name == "report.md" and path.is_file():  # the line that a run ends with names this file
+        path = path.parent
     text = path / "report.md"
     if not text.is_file():
-        raise ConfigError(got=str(path), why="it holds no report.md", do=_instead(path))
-    content = {name: _read(path / f"{name}.json") for name in PARTS}
-    return Answer(text=text.read_text(encoding="utf-8"), json={"schema": 1, "run_dir": str(path), **content})
+        raise ConfigError(got=f"run directory {run_dir}", why="it holds no report.md", do=_instead(path))
+    verdicts, findings = _read(path / "verdicts.json"), _read(path / "findings.json")
+    content = files.run_json(
+        str(path), plan=_read(path / "plan.json"), measurement=_read(path / "measurement.json"),
+        verdicts=verdicts and verdicts.get("verdicts"), findings=findings and findings.get("findings"),
+    )  # fmt: skip
+    return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
 
 
-def _read(path: Path) -> object:
+def _read(path: Path) -> dict[str, Any] | None:
+    """One of its records; None where it is missing or broken, so that the others can still be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) else None
 
 
 def _instead(path: Path) -> str:
-    runs = sorted(path.rglob("report.md"), key=lambda found: found.stat().st_mtime) if path.is_dir() else []
+    folder = next((folder for folder in (path, ROOT / path) if folder.is_dir()), None)
+    runs = sorted(folder.rglob("report.md"), key=lambda found: found.stat().st_mtime) if folder else []
     if runs:
         return f"write the directory of one run, such as {runs[-1].parent}"
-    return "write the directory that fastloop run printed, below fastloop-runs/"
+    return f"write the directory that fastloop run printed, below {ROOT}/"

@@ -4,67 +4,105 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from fastloop.commands.answer import Answer
-from fastloop.commands.outdir import claim
-from fastloop.config import load
-from fastloop.errors import ConfigError
+from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.outdir import Place, claim, unclaimed
+from fastloop.config import Config, load
+from fastloop.errors import FastLoopError
 from fastloop.records import Plan
 from fastloop.report import files, summary
+from fastloop.secrets import Scrubber
+
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 def run(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | None, force: bool,
         trust_checkpoint: bool) -> Answer:  # fmt: skip
-    """Train, watch, verify, diagnose."""
-    config = load(conf, more=more, overrides=overrides)
-    # Lightning starts the other ranks by running this very command again; only the first one has a directory.
-    first = os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
-    where = claim(config.name, out, force=force) if first else None
+    """Train, watch, verify, diagnose.
 
-    from fastloop.bridge.training import train  # here, so that a wrong key is reported before torch is imported
+    Raises:
+        ConfigError: nothing was trained, because of the configuration or the command line.
+        Failed: the training raised or was stopped.
+    """
+    config = load(conf, more=more, overrides=overrides)
+    place = claim(config.name, out, force=force) if first_rank() else Place(unclaimed(config.name, out))
+    try:
+        with _explained(config, place.path):
+            from fastloop.bridge.training import train  # here, so that a wrong key is reported before torch is imported
+
+            loop = train(config, place.path, trust_checkpoint=trust_checkpoint)
+    finally:
+        place.give_back()
+    if not first_rank():
+        return Answer(text="")
+    if loop.measurement is None:
+        return Answer(text="fastloop: FASTLOOP_DISABLE is set; this was a plain training, and nothing was measured",
+                      json=files.run_json(str(place.path)))  # fmt: skip
+    lines = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report=str(place.path / "report.md"))
+    return Answer(text="\n".join(lines), json=files.run_json(
+        str(place.path), plan=files.plan_json(loop.plan), measurement=files.measurement_json(loop.measurement),
+        verdicts=files.verdicts_json(loop.verdicts)["verdicts"], findings=files.findings_json(loop.findings)["findings"],
+    ))  # fmt: skip
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that speaks: Lightning and others start the further ranks with this very command."""
+    return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
+
+
+@contextlib.contextmanager
+def _explained(config: Config, where: Path) -> Iterator[None]:
+    """End a training that raised or was stopped with what happened and where the part before it is; no secret in it."""
+    hide = Scrubber(config.values).text
+    report = where / "report.md"
+    before = _written(report)
+
+    def partial() -> str:
+        return f"; the steps before that are in {report}, flagged as partial" if _written(report) != before else ""
 
     try:
-        loop = train(config, where, trust_checkpoint=trust_checkpoint)
-    except ConfigError:
-        if where is not None:
-            with contextlib.suppress(OSError):  # not empty: it was there before
-                where.rmdir()
-        raise
-    if loop.measurement is None or not first:
-        return Answer(text="")
-    text = "\n".join(summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report=f"{where}/report.md"))
-    content = {
-        "schema": files.SCHEMA, "run_dir": str(where), "plan": files.plan_json(loop.plan),
-        "measurement": files.measurement_json(loop.measurement), **_of("verdicts", files.verdicts_json(loop.verdicts)),
-        **_of("findings", files.findings_json(loop.findings)),
-    }  # fmt: skip
-    return Answer(text=text, json=content)
+        yield
+    except FastLoopError as error:
+        raise type(error)(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
+    except KeyboardInterrupt:
+        raise Failed(f"fastloop: interrupted{partial()}" if first_rank() else "", exit_code=130) from None
+    except SystemExit as error:
+        if error.code != 143:  # the user's own
+            raise
+        raise Failed(f"fastloop: terminated{partial()}" if first_rank() else "", exit_code=143) from None
+    except Exception as error:
+        told = "".join(traceback.format_exception(error)).rstrip("\n")
+        last = f"fastloop: the run failed: {type(error).__name__}: {error}{partial()}"
+        raise Failed(hide(f"{told}\n{last}")) from None
 
 
-def _of(key: str, content: dict[str, Any]) -> dict[str, Any]:
-    return {key: content[key]}
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     """A dry run: what each rung would do; trains nothing."""
     config = load(conf, more=more, overrides=overrides)
-    from fastloop.bridge.training import dry_run
+    with _explained(config, Path(os.devnull)):
+        from fastloop.bridge.dryrun import dry_run
 
-    dry = dry_run(config)
-    facts, flight = dry.facts, dry.bytes_in_flight
+        dry = dry_run(config)
+    facts, batches, flight = dry.facts, dry.batches_in_flight, dry.bytes_in_flight
+    size = facts.loader.batch_size if facts.loader else None
     head = [
         f"{config.name}: {facts.world_size}x {facts.device_name or facts.device}, {facts.strategy}, {facts.precision},"
         f" {facts.cpu_count} CPUs usable",
         f"samples per optimizer step: {summary.number(dry.samples_per_step, ',d')}"
-        f" (batch {facts.loader.batch_size if facts.loader else 'n/a'} x accumulate {facts.accumulate}"
-        f" x {facts.world_size} ranks)",
-        f"batches in flight: {'n/a' if flight is None else f'{flight / 2**20:,.1f} MiB of host memory per rank'}",
+        f" (batch {summary.number(size, 'd')} x accumulate {facts.accumulate} x {facts.world_size} ranks)",
+        f"batches in flight: {summary.number(batches, 'd')} per rank,"
+        f" {summary.number(None if flight is None else flight / 2**20)} MiB",
         f"parity class of the plan: {dry.plan.parity}",
     ]  # fmt: skip
     content = {**files.plan_json(dry.plan), "run_dir": None, "samples_per_step": dry.samples_per_step,
-               "bytes_in_flight": flight}  # fmt: skip
+               "batches_in_flight": batches, "bytes_in_flight": flight}  # fmt: skip
     return Answer(text="\n".join([*head, "", *plan_lines(dry.plan)]), json=content)
 
 
@@ -76,8 +114,8 @@ def plan_lines(made: Plan) -> list[str]:
     for step in made.steps:
         wants = [f"{key}={value}" for key, value in step.change.wants.items()]
         wants += [key for action in step.change.actions for key in action.keys]
-        does = ", ".join(wants) if step.status == "planned" else step.reason
-        lines.append(f"{step.status:<8} {step.rung:<9} {does}  [{step.change.parity}]" if step.status == "planned"
-                     else f"{step.status:<8} {step.rung:<9} {does}")  # fmt: skip
+        planned = step.status == "planned"
+        does = f"{', '.join(wants)}  [{step.change.parity}]" if planned else step.reason
+        lines.append(f"{step.status:<8} {step.rung:<9} {does}")
         lines += [f"{'':<18} note: {note}" for note in step.change.notes]
     return lines

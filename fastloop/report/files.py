@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from fastloop.records import Finding, Measurement, Plan, Verdict
 from fastloop.report import markdown
 
 SCHEMA = 1
+
+NAMES = ("config.resolved.yaml", "config.diff.yaml", "env.json", "plan.json", "measurement.json", "verdicts.json",
+         "findings.json", "report.md", "report.html", "trace.json.gz", "metrics.csv", "hparams.yaml")  # fmt: skip
+"""What a run may write into its directory, the logger's two files included."""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -38,19 +43,38 @@ def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {"schema": SCHEMA, "findings": [dataclasses.asdict(finding) for finding in findings]}
 
 
-def dump(content: Mapping[str, Any]) -> str:
+def run_json(run_dir: str, *, plan: Mapping[str, Any] | None = None, measurement: Mapping[str, Any] | None = None,
+             verdicts: Sequence[Any] | None = None, findings: Sequence[Any] | None = None) -> dict[str, Any]:  # fmt: skip
+    """One run as one object; null for what there is not."""
+    return {"schema": SCHEMA, "run_dir": run_dir, "plan": plan, "measurement": measurement,
+            "verdicts": verdicts, "findings": findings}  # fmt: skip
+
+
+def dump(content: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     """JSON text that every parser takes: what is not a finite number becomes null, unknown objects their name."""
-    return json.dumps(_plain(content), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(_plain(content), indent=1, ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple)):
         return [_plain(member) for member in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain, value), key=str)
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, numbers.Integral):  # NumPy's too
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
+def clear(directory: Path) -> None:
+    """Delete what an earlier run left in a directory, so that a run that fails does not end beside another's report."""
+    for name in NAMES:
+        (directory / name).unlink(missing_ok=True)
 
 
 def write(directory: Path, contents: Mapping[str, str]) -> None:
@@ -58,8 +82,11 @@ def write(directory: Path, contents: Mapping[str, str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in contents.items():
         partial = directory / f".{name}.{os.getpid()}.tmp"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(directory / name)
+        try:
+            partial.write_text(text, encoding="utf-8", errors="replace")  # paths may hold bytes that are no UTF-8
+            partial.replace(directory / name)
+        finally:
+            partial.unlink(missing_ok=True)  # there only where the disk is full
 
 
 def run_files(*, config_yaml: str, changed_yaml: str, environment: Mapping[str, Any], plan: Plan, seen: Measurement,

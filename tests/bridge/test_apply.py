@@ -19,6 +19,8 @@ from fastloop.ladder import Ladder
 from fastloop.records import Action, Applied, Change, Facts, Measurement, Moment
 from tests.models import Regression, loader, trainer
 
+pytestmark = pytest.mark.short
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fake:

@@ -17,6 +17,8 @@ from fastloop import ConfigError, FastLoop, FastLoopError
 from fastloop.records import Plan
 from tests.models import Regression, loader, trainer
 
+pytestmark = pytest.mark.short
+
 CLAIM = re.compile(r"speed.?ups?|faster|slower|quicker|times as fast|\d %? ?gain|\d(\.\d+)?x(?! (cpu|cuda)\b)", re.I)
 WORKERS = {"watch": {"warmup_steps": 1}, "rungs": {"workers": {"enabled": True, "count": 1}}}
 

@@ -27,6 +27,8 @@ from fastloop import ConfigError, FastLoop
 from tests.bridge.launch import python
 from tests.models import WEIGHTS_ONLY, Ema, Regression, distance, loader, trainer, weights
 
+pytestmark = pytest.mark.short
+
 EXACT = {"watch": {"warmup_steps": 1}, "rungs": {"workers": {"enabled": True, "count": 1}, "pin": {"enabled": True}}}
 """Rungs that must not change a bit; without CUDA, pin is skipped."""
 

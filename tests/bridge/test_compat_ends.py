@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastloop import FastLoop
 from tests.models import trainer
 
+pytestmark = pytest.mark.short
+
 RUNGS = {"workers": {"enabled": True, "count": 1}, "batch": {"enabled": True, "micro_batch": 4},
          "amp": {"enabled": True}, "layout": {"enabled": True}, "fused": {"enabled": True}}  # fmt: skip
 CONFIG = {"watch": {"warmup_steps": 1}, "rungs": RUNGS}

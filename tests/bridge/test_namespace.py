@@ -13,6 +13,8 @@ from fastloop import FastLoop
 from fastloop.bridge import namespace
 from tests.bridge.launch import python
 
+pytestmark = pytest.mark.short
+
 SPACES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 
 

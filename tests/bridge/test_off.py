@@ -21,6 +21,8 @@ from fastloop import FastLoop
 from fastloop.ladder import Ladder
 from tests.models import Ema, trainer
 
+pytestmark = pytest.mark.short
+
 SAMPLES, BATCH, EPOCHS = 40, 8, 2
 ALL_OFF = {"watch": {"enabled": False}, "rungs": {name: {"enabled": False} for name, _ in Ladder().rungs()}}
 

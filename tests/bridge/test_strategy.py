@@ -13,6 +13,8 @@ import torch
 from fastloop.bridge import namespace, strategy
 from tests.models import Regression, loader, trainer
 
+pytestmark = pytest.mark.short
+
 PUBLIC = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 

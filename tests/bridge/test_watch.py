@@ -13,6 +13,8 @@ from fastloop.bridge.watch import Watch, WatchingProfiler, cost_us
 from fastloop.config import WatchSettings
 from fastloop.records import PARTS
 
+pytestmark = pytest.mark.short
+
 CPU = torch.device("cpu")
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 

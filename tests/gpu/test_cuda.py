@@ -12,15 +12,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastloop import FastLoop
 from tests.models import Regression, distance, loader, weights
+from tests.models import trainer as quiet_trainer
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
 
 
 def trainer(loop: FastLoop | None = None, **settings: Any) -> L.Trainer:
     callbacks = [*([loop] if loop else []), *settings.pop("callbacks", [])]
-    defaults: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "logger": False, "enable_checkpointing": False,
-                                "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}  # fmt: skip
-    return L.Trainer(**{**defaults, **settings}, callbacks=callbacks)
+    return quiet_trainer(**{"accelerator": "gpu", "max_epochs": 2, **settings}, callbacks=callbacks)
 
 
 def watching(rungs: dict[str, Any] | None = None, warmup: int = 3) -> FastLoop:
@@ -48,7 +47,8 @@ class Pictures(Dataset[Any]):
 class ConvNet(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.features = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3))
+        first, second = torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 16, 3)
+        self.features = torch.nn.Sequential(first, torch.nn.BatchNorm2d(16), torch.nn.ReLU(), second)
         self.head = torch.nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -195,8 +195,8 @@ def test_pin_has_no_effect_on_a_batch_type_without_pin_memory() -> None:
 @pytest.mark.parametrize(("accumulate", "batch_size", "micro"), [(1, 16, 5), (4, 4, 16), (4, 4, 7)])
 def test_micro_batches_leave_the_weights(accumulate: int, batch_size: int, micro: int) -> None:
     def run(loop: FastLoop | None) -> Any:
-        return weights(fit(seeded(lambda: Regression(torch.optim.AdamW, lr=0.01)), loader(90, batch_size, shuffle=False), loop,
-                           max_epochs=12, accumulate_grad_batches=accumulate))  # fmt: skip
+        module = seeded(lambda: Regression(torch.optim.AdamW, lr=0.01))
+        return weights(fit(module, loader(90, batch_size), loop, max_epochs=12, accumulate_grad_batches=accumulate))
 
     plain, split = run(None), run(loop := watching({"batch": {"micro_batch": micro}}))
     assert distance(plain, split) < 1e-6
