@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--device cpu]
 
 A trivial model (one Linear(8, 1)), so that the Trainer itself is the step. The cases take turns within each round, in
-an order that is shuffled each round; the figures are medians over rounds of the paired difference to the empty Callback,
-with a 95 % interval from the sign-rank order statistics. One JSON line per case.
+an order that is shuffled each round; the figures are medians over rounds of the paired difference to the empty
+Callback, with a 95 % interval from order statistics. One JSON line per case.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
 
 
 def _answer(command: Callable[[], Answer], json_to: str | None) -> None:
-    """Run a command and print its answer: text to stdout; with ``--json -`` the object there, and all else to stderr."""
+    """Run a command and print its answer: text to stdout; with ``--json -`` the object there, all else to stderr."""
     if json_to == "-":
         with _stdout_to_stderr():
             answer = command()
@@ -213,9 +213,12 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # better than no report where the terminal has no such letter
     code = _main()
-    with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+    try:
         sys.stdout.flush()
         os.dup2(2, 1)  # what a training's exit handlers print is no part of the answer
+    except (OSError, ValueError, AttributeError):  # nobody reads: a closed pipe, or no stdout at all
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 

@@ -47,10 +47,9 @@ def dry_run(config: Config) -> DryRun:
     loader_facts = survey.loader_facts(loader, config.ladder.workers.start_method)
     if loader_facts.batches == 0:
         raise no_batches()
-    facts = dataclasses.replace(
-        survey.run_facts(trainer, trainer.strategy), resuming=config.run.resume is not None,
-        loader=dataclasses.replace(loader_facts, sample_bytes=_sample_bytes(loader) if loader_facts.map_style else None),
-    )  # fmt: skip
+    size = _sample_bytes(loader) if loader_facts.map_style else None
+    facts = dataclasses.replace(survey.run_facts(trainer, trainer.strategy), resuming=config.run.resume is not None,
+                                loader=dataclasses.replace(loader_facts, sample_bytes=size))  # fmt: skip
     made = plan(config.ladder, facts)
     for step in made.steps:
         if config.strict and step.status == "skipped":

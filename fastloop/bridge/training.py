@@ -17,10 +17,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 
 from fastloop.bridge.callback import FastLoop
 from fastloop.bridge.ending import ends
@@ -86,7 +86,8 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
 
 def _is_terminal() -> bool:
     """Whether somebody watches who can make use of a bar. Lightning draws it on stdout."""
-    return sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and stream.isatty()]
+    return len(streams) == 2 and os.environ.get("TERM") != "dumb"
 
 
 def _check_keys(config: Config) -> None:
@@ -94,17 +95,17 @@ def _check_keys(config: Config) -> None:
     for name in config.trainer:
         if name not in known:
             key, close = f"trainer.{name}", difflib.get_close_matches(name, known, n=1)
-            raise fault(key, first_origin(key, config.origins), "Lightning's Trainer takes no such argument",
-                        f"write {close[0]}" if close else "see lightning.pytorch.Trainer for its arguments")  # fmt: skip
+            do = f"write {close[0]}" if close else "see lightning.pytorch.Trainer for its arguments"
+            raise fault(key, first_origin(key, config.origins), "Lightning's Trainer takes no such argument", do)
 
 
 def _check_devices(config: Config) -> None:
     wanted, visible, accelerator = config.run.devices, torch.cuda.device_count(), config.run.accelerator
     on_cuda = accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())
     if (on_cuda or (accelerator == "auto" and visible)) and wanted > visible:
+        why = f"{visible} CUDA devices are visible here"
         do = f"write at most {visible}, or look at CUDA_VISIBLE_DEVICES" if visible else "write run.accelerator: cpu"
-        raise fault("run.devices", config.origins["run.devices"], f"{visible} CUDA devices are visible here", do,
-                    value=wanted)  # fmt: skip
+        raise fault("run.devices", config.origins["run.devices"], why, do, value=wanted)
 
 
 def _refused(config: Config, error: Exception) -> ConfigError:
@@ -143,8 +144,8 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
         if resume and "weights_only" in inspect.signature(trainer.fit).parameters:
             # Lightning 2.6 can be told. Before, it always loaded everything, and the file was checked above.
             resume["weights_only"] = not trust_checkpoint
-        if out is not None and rank_zero_only.rank == 0:
-            files.clear(out)
+        if out is not None:
+            rank_zero_only(files.clear)(out)
         with ends(trainer):
             trainer.fit(module, datamodule=data, **resume)
     if not trainer.num_training_batches:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+from pathlib import Path
 
 from fastloop.commands.answer import Answer
 from fastloop.errors import ConfigError
@@ -17,14 +18,14 @@ from fastloop.shipped import shipped
 
 def recipes() -> Answer:
     """Shipped recipes with the first line of their docstrings; imports none of them."""
-    found = {name: _first_line(path.with_suffix(".py").read_text(encoding="utf-8")) for name, path in shipped("recipes").items()}
+    found = {name: _first_line(path.with_suffix(".py")) for name, path in shipped("recipes").items()}
     text = "\n".join(f"{name:<10} {line}" for name, line in found.items())
     content = [{"name": name, "summary": line} for name, line in found.items()]
     return Answer(text=text, json={"schema": files.SCHEMA, "run_dir": None, "recipes": content})
 
 
-def _first_line(source: str) -> str:
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def rungs(name: str | None) -> Answer:

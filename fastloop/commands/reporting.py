@@ -24,11 +24,8 @@ def report(run_dir: str) -> Answer:
     text = path / "report.md"
     if not text.is_file():
         raise ConfigError(got=f"run directory {run_dir}", why="it holds no report.md", do=_instead(path))
-    verdicts, findings = _read(path / "verdicts.json"), _read(path / "findings.json")
-    content = files.run_json(
-        str(path), plan=_read(path / "plan.json"), measurement=_read(path / "measurement.json"),
-        verdicts=verdicts and verdicts.get("verdicts"), findings=findings and findings.get("findings"),
-    )  # fmt: skip
+    parts = {name: _read(path / f"{name}.json") for name in ("plan", "measurement", "verdicts", "findings")}
+    content = files.run_json(str(path), **parts)
     return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
 
 

@@ -41,15 +41,17 @@ def run(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | 
     if loop.measurement is None:
         return Answer(text="fastloop: FASTLOOP_DISABLE is set; this was a plain training, and nothing was measured",
                       json=files.run_json(str(place.path)))  # fmt: skip
-    lines = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report=str(place.path / "report.md"))
-    return Answer(text="\n".join(lines), json=files.run_json(
+    content = files.run_json(
         str(place.path), plan=files.plan_json(loop.plan), measurement=files.measurement_json(loop.measurement),
-        verdicts=files.verdicts_json(loop.verdicts)["verdicts"], findings=files.findings_json(loop.findings)["findings"],
-    ))  # fmt: skip
+        verdicts=files.verdicts_json(loop.verdicts), findings=files.findings_json(loop.findings),
+    )  # fmt: skip
+    report = str(place.path / "report.md")
+    lines = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report)
+    return Answer(text="\n".join(lines), json=content)
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that speaks: Lightning and others start the further ranks with this very command."""
+    """Whether this process is the one that speaks: the further ranks are started with this very command."""
     return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
 
 

@@ -16,6 +16,9 @@ from fastloop.report import markdown
 
 SCHEMA = 1
 
+Content = Mapping[str, Any] | None
+"""What one of its JSON files holds."""
+
 NAMES = ("config.resolved.yaml", "config.diff.yaml", "env.json", "plan.json", "measurement.json", "verdicts.json",
          "findings.json", "report.md", "report.html", "trace.json.gz", "metrics.csv", "hparams.yaml")  # fmt: skip
 """What a run may write into its directory, the logger's two files included."""
@@ -43,11 +46,12 @@ def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {"schema": SCHEMA, "findings": [dataclasses.asdict(finding) for finding in findings]}
 
 
-def run_json(run_dir: str, *, plan: Mapping[str, Any] | None = None, measurement: Mapping[str, Any] | None = None,
-             verdicts: Sequence[Any] | None = None, findings: Sequence[Any] | None = None) -> dict[str, Any]:  # fmt: skip
-    """One run as one object; null for what there is not."""
+def run_json(run_dir: str, *, plan: Content = None, measurement: Content = None, verdicts: Content = None,
+             findings: Content = None) -> dict[str, Any]:  # fmt: skip
+    """One run as one object, from the contents of its files; null for what there is not."""
     return {"schema": SCHEMA, "run_dir": run_dir, "plan": plan, "measurement": measurement,
-            "verdicts": verdicts, "findings": findings}  # fmt: skip
+            "verdicts": None if verdicts is None else verdicts.get("verdicts"),
+            "findings": None if findings is None else findings.get("findings")}  # fmt: skip
 
 
 def dump(content: Mapping[str, Any], *, ascii_only: bool = False) -> str:
@@ -89,8 +93,10 @@ def write(directory: Path, contents: Mapping[str, str]) -> None:
             partial.unlink(missing_ok=True)  # there only where the disk is full
 
 
-def run_files(*, config_yaml: str, changed_yaml: str, environment: Mapping[str, Any], plan: Plan, seen: Measurement,
-              verdicts: Sequence[Verdict], findings: Sequence[Finding], left_out: str = "") -> dict[str, str]:  # fmt: skip
+def run_files(
+    *, config_yaml: str, changed_yaml: str, environment: Mapping[str, Any], plan: Plan, seen: Measurement,
+    verdicts: Sequence[Verdict], findings: Sequence[Finding], left_out: str = "",
+) -> dict[str, str]:  # fmt: skip
     """Names and texts of everything a run directory holds."""
     return {
         "config.resolved.yaml": config_yaml, "config.diff.yaml": changed_yaml, "env.json": dump(environment),

@@ -47,8 +47,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _step(seen: Measurement) -> str:
     step = seen.step_ms
     spread = f"{number(step.get('p10'), ',.3f')} to {number(step.get('p90'), ',.3f')}"
+    short = ", too short to be sure of" if seen.window_too_short else ""
     rows = [
-        ("steps in the window", f"{seen.steps} of {seen.total_steps}" + (", too short to be sure of" if seen.window_too_short else "")),
+        ("steps in the window", f"{seen.steps} of {seen.total_steps}{short}"),
         ("ended", "early: the fit did not end normally, so this is a part of it" if seen.partial else "normally"),
         ("step time, mean", number(step.get("mean"), ",.3f", "ms")),
         ("median (p10 to p90)", f"{number(step.get('median'), ',.3f', 'ms')} ({spread})"),
@@ -73,7 +74,8 @@ def _findings(findings: Sequence[Finding]) -> str:
 def _ceiling(finding: Finding) -> str:
     if finding.ceiling_gain_pct is None:
         return "n/a"
-    return f"at most +{finding.ceiling_gain_pct:,.0f} %" + (" (estimate, not measured)" if finding.ceiling_is_estimate else "")
+    estimate = " (estimate, not measured)" if finding.ceiling_is_estimate else ""
+    return f"at most +{number(finding.ceiling_gain_pct, ',.0f', '%')}{estimate}"
 
 
 def _rungs(plan: Plan, verdicts: Sequence[Verdict]) -> str:
@@ -106,9 +108,10 @@ def _mean(values: Sequence[float]) -> str:
 def _environment(environment: Mapping[str, Any]) -> str:
     hardware, versions = environment.get("hardware") or {}, environment.get("versions") or {}
     flags = environment.get("torch_flags") or {}
-    gpus = ", ".join(str(gpu.get("name") or "n/a") for gpu in hardware.get("gpus", []) if isinstance(gpu, Mapping)) or "none"
-    rows = [("GPUs", gpus), ("CPUs usable", str(hardware.get("usable_cpus") or "n/a")),
+    gpus = [str(gpu.get("name") or "n/a") for gpu in hardware.get("gpus", []) if isinstance(gpu, Mapping)]
+    changes = ", with changes" if environment.get("dirty") else ""
+    rows = [("GPUs", ", ".join(gpus) or "none"), ("CPUs usable", str(hardware.get("usable_cpus") or "n/a")),
             ("float32 matrix products", str(flags.get("float32_matmul_precision") or "n/a")),
-            ("commit", str(environment.get("commit") or "n/a") + (", with changes" if environment.get("dirty") else "")),
+            ("commit", f"{environment.get('commit') or 'n/a'}{changes}"),
             *((name, str(version)) for name, version in versions.items())]  # fmt: skip
     return "## Where it ran\n\n" + _table(("what", "value"), rows)
