@@ -211,6 +211,8 @@ class FastLoop(Callback):
         self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
 
     def _start_watch(self, trainer: Any) -> None:
+        if self.config.watch.trace_steps:
+            rank_zero_warn("fastloop: watch.trace_steps is set, and this version records no trace yet")
         self._watch = Watch(trainer.strategy.root_device, self.config.watch, world_size=trainer.world_size,
                             owed=lambda: live.batches_owed(trainer))  # fmt: skip
         before = trainer.profiler

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from fastloop.bridge import survey
 from fastloop.bridge.recipe import build_recipe
-from fastloop.bridge.training import make_trainer, no_batches, quiet
+from fastloop.bridge.training import make_trainer, nothing_to_train, quiet
 from fastloop.config import Config
 from fastloop.errors import ConfigError
 from fastloop.feeds.tree import tensors
@@ -46,7 +46,7 @@ def dry_run(config: Config) -> DryRun:
         loader = _set_up(trainer, module, data)
     loader_facts = survey.loader_facts(loader, config.ladder.workers.start_method)
     if loader_facts.batches == 0:
-        raise no_batches()
+        raise nothing_to_train("a train loader of 0 batches")
     size = _sample_bytes(loader) if loader_facts.map_style else None
     facts = dataclasses.replace(survey.run_facts(trainer, trainer.strategy), resuming=config.run.resume is not None,
                                 loader=dataclasses.replace(loader_facts, sample_bytes=size))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fastloop import facts
-from fastloop.config import changed, to_yaml
+from fastloop.config import Config, changed, shipped, to_yaml
 from fastloop.ladder import Ladder
 from fastloop.report import files
+from fastloop.secrets import MASK
 from fastloop.yamlfile import dump_yaml
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def write(trainer: Any, loop: FastLoop) -> Path | None:
     environment = facts.environment(sys.argv, os.environ)
     environment["torch_flags"] = torch_flags()
     contents = files.run_files(
-        config_yaml=to_yaml(loop.config), changed_yaml=dump_yaml(changed(loop.config)), environment=environment,
+        config_yaml=resolved(loop.config, where), changed_yaml=dump_yaml(changed(loop.config)), environment=environment,
         plan=loop.plan, seen=loop.measurement, verdicts=loop.verdicts, findings=loop.findings,
         left_out=left_out(loop.config.ladder),
     )  # fmt: skip
@@ -66,13 +68,43 @@ def write(trainer: Any, loop: FastLoop) -> Path | None:
     return where
 
 
+def resolved(config: Config, where: Path) -> str:
+    """All values as YAML that ``fastloop run`` takes: where the configuration has a recipe, with it as the base."""
+    text = to_yaml(config)
+    if MASK in text:
+        text = f"# {MASK} stands for a secret: give it again on the command line\n{text}"
+    return text if (base := _base(config, where)) is None else dump_yaml({"base": base}) + text
+
+
+def _base(config: Config, where: Path) -> str | None:
+    """The recipe's name, or the way to its YAML from the file that says it."""
+    if config.recipe_file is None:
+        return None
+    for name, path in shipped("recipes").items():
+        if path.with_suffix(".py") == config.recipe_file:
+            return name
+    beside = [config.recipe_file.with_suffix(suffix) for suffix in (".yaml", ".yml")]
+    return os.path.relpath(next(path for path in beside if path.is_file()), where)
+
+
 def torch_flags() -> dict[str, Any]:
     """Flags of the process that change float32 results, so that two runs can be told apart by them."""
+    backends: Any = torch.backends
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32, "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "float32_matmul_precision": _flag(torch.get_float32_matmul_precision),
+        "cuda_matmul_fp32_precision": _flag(lambda: backends.cuda.matmul.fp32_precision),
+        "cudnn_allow_tf32": _flag(lambda: backends.cudnn.allow_tf32),
+        "cudnn_benchmark": backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-    }  # fmt: skip
+    }
+
+
+def _flag(read: Callable[[], Any]) -> Any:
+    """A flag, None where this torch has none of the name, or where the user set it by its other name (torch 2.9)."""
+    try:
+        return read()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def left_out(ladder: Ladder) -> str:

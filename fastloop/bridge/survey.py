@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import multiprocessing
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,10 +120,12 @@ def _not_mean_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module])
                 yield f"{name} ({type(part).__name__} divides by its class weights)"
     for method in _methods_matching(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
         yield f"{method} uses reduction='sum' or 'none'"
+    for method in _methods_matching(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="):
+        yield f"{method} divides by its class weights"
 
 
 def _user_methods(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Name and source of the methods the user's own classes define."""
+    """Name and source of the methods the user's own classes define, without comments."""
     for base in type(module).__mro__:
         if base.__module__.startswith((*_LIGHTNING, "torch.", "builtins")):
             continue
@@ -129,7 +133,7 @@ def _user_methods(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
             function = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(function):
                 try:
-                    yield name, inspect.getsource(function)
+                    yield name, ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
                 except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: nothing to read
                     continue
 
@@ -204,7 +208,7 @@ def _batch_size(loader: DataLoader[Any]) -> int | None:
         return loader.batch_size
     # A plain BatchSampler handed over by the user (or put there by Lightning) has one size; a custom one need not.
     sampler = loader.batch_sampler
-    return sampler.batch_size if isinstance(sampler, BatchSampler) else None
+    return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
 
 
 def _length(loader: Any) -> int | None:

@@ -130,7 +130,7 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
 
     Raises:
         ConfigError: the configuration cannot be trained.
-        FastLoopError: there was not one batch to train on.
+        FastLoopError: not one optimizer step was made.
         KeyboardInterrupt: the user stopped it.
         SystemExit: 143, it was terminated.
     """
@@ -148,14 +148,14 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
             rank_zero_only(files.clear)(out)
         with ends(trainer):
             trainer.fit(module, datamodule=data, **resume)
-    if not trainer.num_training_batches:
-        raise no_batches()
+    if not trainer.global_step:
+        raise nothing_to_train("a training of 0 optimizer steps")
     return loop
 
 
-def no_batches() -> FastLoopError:
-    """The error for a loader that has nothing to train on."""
-    return FastLoopError(got="a train loader of 0 batches", why="there is nothing to train on",
+def nothing_to_train(got: str) -> FastLoopError:
+    """The error for a loader without batches, which Lightning takes for a training that has ended well."""
+    return FastLoopError(got=got, why="there is nothing to train on",
                          do="look for an empty dataset, drop_last with a batch larger than the dataset, or"
                             " trainer.limit_train_batches: 0")  # fmt: skip
 

@@ -139,8 +139,15 @@ class Watch:
                         "p10": 1e3 * deciles[0], "p90": 1e3 * deciles[-1]},
             "lead_ms": None if window.lead_s is None else 1e3 * window.lead_s,
             "window_too_short": window.steps < 10 or not enough,
+            "usd_per_million_samples": self._usd_per_million(rate),
             "global_batch": int(statistics.median(window.step_samples)) * self.world_size or None,
         }  # fmt: skip
+
+    def _usd_per_million(self, samples_per_s_and_rank: float) -> float | None:
+        price = self.settings.usd_per_gpu_hour
+        if price is None or self.device.type != "cuda" or not samples_per_s_and_rank:
+            return None
+        return price * 1e6 / (3600 * samples_per_s_and_rank)  # ranks cancel: each has one GPU and its share of samples
 
     def _peak_gib(self) -> float | None:
         return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None

@@ -25,6 +25,8 @@ _DRAWS = frozenset({"random", "rand", "randn", "randint", "randrange", "randperm
                     "RandomState", "rand_like", "randn_like"})  # fmt: skip
 _RANDOM_TRANSFORMS = ("Random", "ColorJitter", "AutoAugment", "RandAugment", "TrivialAugment", "AugMix", "MixUp",
                       "CutMix", "ElasticTransform", "GaussianBlur", "GaussianNoise", "JPEG")  # fmt: skip
+_BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "prepare_data")
+"""Methods that run before a sample is asked for: what they draw is drawn in the main process either way."""
 _LIBRARIES = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collections.", "functools.", "pathlib.")
 
 
@@ -97,7 +99,7 @@ def _handle(item: Any) -> str | None:
 
 
 def _epoch_state(item: Any) -> str | None:
-    if not hasattr(type(item), "__getitem__") or _of_library(item):
+    if not hasattr(type(item), "__getitem__") or _of_library(type(item)):
         return None
     if callable(getattr(item, "set_epoch", None)):
         return ".set_epoch()"
@@ -144,26 +146,37 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
 def _draws(item: Any) -> str | None:
     kind = type(item)
     if inspect.isfunction(item):
-        return item.__qualname__.split(".")[-1] if _names_draw(item.__code__) else None
+        return item.__qualname__.split(".")[-1] if _function_draws(item) else None
     if kind.__name__.startswith(_RANDOM_TRANSFORMS):
         return kind.__name__
-    if _of_library(item):
-        return None
-    for name in ("__getitem__", "__getitems__", "__call__", "forward", "transform"):
-        method = inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
-        if inspect.isfunction(method) and _names_draw(method.__code__):
-            return f"{kind.__name__}.{name}"
+    for base in kind.__mro__:
+        for name, member in [] if _of_library(base) else vars(base).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and _function_draws(function):
+                return f"{kind.__name__}.{name}"
     return None
 
 
-def _names_draw(code: Any) -> bool:
-    return bool(_DRAWS.intersection(code.co_names)) or any(
-        _names_draw(const) for const in code.co_consts if inspect.iscode(const)
-    )
+def _function_draws(function: Any, depth: int = 3) -> bool:
+    """Whether a function names a way to draw random numbers, itself or in functions of the user's that it names."""
+    names = set(_names(function.__code__))
+    if names & _DRAWS:
+        return True
+    called = [function.__globals__.get(name) for name in names] if depth else []
+    return any(inspect.isfunction(other) and not _of_library(other) and _function_draws(other, depth - 1)
+               for other in called)  # fmt: skip
 
 
-def _of_library(item: Any) -> bool:
-    return f"{type(item).__module__}.".startswith(_LIBRARIES)
+def _names(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if inspect.iscode(const):
+            yield from _names(const)
+
+
+def _of_library(thing: Any) -> bool:
+    """Whether a class or function is torch's, NumPy's or Python's own."""
+    return f"{thing.__module__}.".startswith(_LIBRARIES)
 
 
 class _Sink(io.RawIOBase):

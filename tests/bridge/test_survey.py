@@ -214,3 +214,36 @@ def test_reading_takes_no_sample_and_draws_no_number() -> None:
     facts(module)
     assert Counts.taken == 0 and found.draws_random
     assert states == (random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state()))
+
+
+class Talks(Regression):
+    """Mentions autocast( and reduction='sum' without using them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        # no torch.autocast( here, and no reduction="sum"
+        return super().training_step(batch, batch_idx)
+
+
+class Weighted(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.net(x), y, weight=torch.ones(1))
+
+
+def test_comments_are_no_code_and_weighted_losses_are_seen() -> None:
+    assert facts(Talks()).autocasts == () == facts(Talks()).not_mean_losses
+    assert facts(Weighted()).not_mean_losses == ("Weighted.training_step divides by its class weights",)
+
+
+class Unsized(BatchSampler):
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter([[0], [1, 2]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_batch_sampler_without_a_size_is_no_error() -> None:
+    assert survey.loader_facts(DataLoader(pairs(4), batch_sampler=Unsized())).batch_size is None

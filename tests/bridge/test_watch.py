@@ -156,3 +156,10 @@ def test_a_profiler_of_the_user_gets_every_call_and_every_write() -> None:
     assert isinstance(profiler, SimpleProfiler) and type(profiler) is WatchingProfiler
     with pytest.raises(AttributeError):
         profiler.not_there  # noqa: B018
+
+
+def test_the_price_of_a_million_samples_is_of_gpus_only() -> None:
+    priced = WatchSettings(usd_per_gpu_hour=3.6)
+    assert Watch(torch.device("cuda"), priced, world_size=4)._usd_per_million(500.0) == pytest.approx(2.0)
+    assert Watch(CPU, priced)._usd_per_million(500.0) is None
+    assert Watch(torch.device("cuda"), settings())._usd_per_million(500.0) is None

@@ -188,6 +188,32 @@ def test_random_draws_are_found_in_code() -> None:
     assert draws_random(Items(transform=Steady()), TensorDataset(torch.zeros(1))) == ()
 
 
+class Child(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + 1
+
+
+class Deep(Items):
+    def __getitem__(self, index: int) -> Any:
+        return twice_removed(index)
+
+
+def twice_removed(index: Any) -> Any:
+    return jitter(index)
+
+
+class ShuffledOnce(Items):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.randperm(4)
+
+
+def test_random_draws_are_found_behind_super_and_helper_functions() -> None:
+    assert draws_random(Child()) == ("Child.__getitem__",)
+    assert draws_random(Deep()) == ("Deep.__getitem__",)
+    assert draws_random(ShuffledOnce()) == ()  # drawn before any sample, in the main process either way
+
+
 def test_unpicklable_names_the_innermost_place() -> None:
     assert unpicklable(Items(a=1)) is None
     found = unpicklable(Items(transform=[str.upper, lambda image: image]))
