@@ -52,5 +52,5 @@ def _data_patch(loader: Mapping[str, Any], enabled: tuple[str, ...]) -> tuple[Ma
         return None, "no rung helps: this loader is not a DataLoader; make its batches ahead of need"
     if workers == 0:
         return None, "no rung helps: an iterable dataset has to be sharded by its owner before it can have workers"
-    advice = f"{workers} workers on {cpus} CPUs are not enough; cheapen the transforms"
+    advice = f"num_workers={workers} on {cpus} CPUs is not enough; cheapen the transforms"
     return None, f"no rung of this version helps: {advice}"

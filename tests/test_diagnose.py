@@ -29,9 +29,9 @@ def only(loader: dict[str, Any] | None = None, *, step: float | None = 100.0, wa
     ({**MAP, "num_workers": None}, (), None,
      "no rung helps: this loader is not a DataLoader; make its batches ahead of need"),
     ({**MAP, "num_workers": 6}, (), None,
-     "no rung of this version helps: 6 workers on 8 CPUs are not enough; cheapen the transforms"),
+     "no rung of this version helps: num_workers=6 on 8 CPUs is not enough; cheapen the transforms"),
     ({**MAP, "num_workers": 6}, ("workers",), None,
-     "no rung of this version helps: 6 workers on 8 CPUs are not enough; cheapen the transforms"),
+     "no rung of this version helps: num_workers=6 on 8 CPUs is not enough; cheapen the transforms"),
     (None, (), None, "no rung helps: this loader is not a DataLoader; make its batches ahead of need"),
 ])  # fmt: skip
 def test_data_wait_and_what_to_do(loader: Any, enabled: tuple[str, ...], patch: Any, advice: str) -> None:

@@ -91,7 +91,7 @@ class Workers:
         count = seen.evidence.get("workers", {}).get("live_workers")
         if count is None:
             return Verdict(took=None, why="the loader's iterator could not be looked at")
-        return Verdict(took=count > 0, why=f"{count} live worker processes fed the window")
+        return Verdict(took=count > 0, why=f"{count} live worker process{'' if count == 1 else 'es'} fed the window")
 
 
 def auto_count(facts: Facts) -> int:
