@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import io
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -224,7 +225,8 @@ def main() -> NoReturn:
 
 def _main() -> int:
     try:
-        cli.main(prog_name="fastloop", standalone_mode=False)
+        columns = shutil.get_terminal_size().columns
+        cli.main(prog_name="fastloop", standalone_mode=False, terminal_width=max(30, min(columns, 80) - 2))
     except FastLoopError as error:
         _say(f"fastloop: {error}")
         return error.exit_code

@@ -48,7 +48,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
     """
     if is_path(text):
         path = Path(os.path.abspath(folder / Path(text).expanduser()))  # noqa: PTH100 (resolve would follow links)
-        if path.is_file():
+        if is_file(path):
             return path
         raise ConfigError(got=got, why=f"there is no such file{chain}",
                           do=f"check the path; it starts at {folder}")  # fmt: skip
@@ -62,10 +62,18 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
 
 
 def _instead(text: str, folder: Path, names: list[str]) -> str:
-    if (folder / f"{text}.yaml").is_file():
+    if is_file(folder / f"{text}.yaml"):
         return f"write {text}.yaml; a file needs its ending"
     near = difflib.get_close_matches(text, names, n=1)
     return f"write {near[0]}" if near else "write one of these names, or a path that ends in .yaml"
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; False as well for what no file can be called, such as 300 letters."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def safe_name(text: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import psutil
+from lightning.pytorch.callbacks import Callback
 
 TERMINATED = 143
 """Exit code after SIGTERM, as shells have it: 128 + 15."""
@@ -19,8 +20,10 @@ PATIENCE_S = 4.0
 """After SIGTERM Lightning ends a training once its batch is done. One that hangs is interrupted after this time…"""
 LIMIT_S = 8.0
 """… and where not even that gets through, the process and its children are ended after this time."""
-RANKS_S = 5.0
-"""What the other ranks get to end by themselves."""
+AGAIN_S = 1.0
+"""A Ctrl-C that was not heard is repeated after this time."""
+RANKS_S = 2.0
+"""What the other ranks get to end by themselves, once this one has raised."""
 
 
 @contextlib.contextmanager
@@ -32,7 +35,7 @@ def ends(trainer: Any) -> Iterator[None]:
         SystemExit: 143 after SIGTERM.
     """
     try:
-        with _on_sigterm(trainer):
+        with _Terminate(trainer).heard():
             yield
     except BaseException as error:
         _end_ranks(trainer)
@@ -43,34 +46,75 @@ def ends(trainer: Any) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _on_sigterm(trainer: Any) -> Iterator[None]:
-    """Lightning calls the handler it finds after its own, and has none before the loops begin and after they end."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    last_resort = threading.Timer(LIMIT_S, _end_all)
-    last_resort.daemon = True
+class _Terminate(Callback):
+    """What SIGTERM and SIGINT do to a fit. They have to reach Python: in a call that never returns only SIGKILL helps.
 
-    def leave(*_: Any) -> None:
+    Lightning calls the handler it finds after its own. It has none before the loops begin and after they end.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._last_resort = threading.Timer(LIMIT_S, _end_all)
+        self._last_resort.daemon = True
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        if not _may_set_handlers():
+            yield
+            return
+        self._trainer.callbacks.append(self)
+        handlers: dict[signal.Signals, Any] = {signal.SIGTERM: self._on_sigterm, signal.SIGALRM: self._on_alarm}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handlers[signal.SIGINT] = self._on_sigint
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._last_resort.cancel()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning's own handler waits for all ranks in a collective, where they may wait for each other for ever.
+
+        So with several ranks the first one leaves at once, as on Ctrl-C, and takes along those started for it.
+        """
+        if trainer.world_size > 1 and _may_set_handlers():
+            by_others = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & set(os.environ)
+            leaves = trainer.is_global_zero or by_others
+            signal.signal(signal.SIGTERM, self._leave if leaves else signal.SIG_IGN)
+
+    def _on_sigint(self, *_: Any) -> None:
+        """Interrupt, and again until it is heard: Python drops what is raised inside a destructor, and torch's loader
+        iterators join their workers in theirs, at the end of every epoch."""
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+        raise KeyboardInterrupt
+
+    def _on_alarm(self, *_: Any) -> None:
+        if self._last_resort.ident is not None:
+            self._leave()
+        if self._trainer.interrupted:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        else:
+            raise KeyboardInterrupt
+
+    def _on_sigterm(self, *_: Any) -> None:
+        first = self._last_resort.ident is None
+        if first:
+            self._last_resort.start()
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
+        if not (first and self._trainer.received_sigterm):
+            self._leave()
+
+    def _leave(self, *_: Any) -> None:
+        if self._last_resort.ident is None:
+            self._last_resort.start()
         raise SystemExit(TERMINATED)
 
-    def terminate(*_: Any) -> None:
-        first = not last_resort.ident
-        if first:
-            last_resort.start()
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
-        if not (first and trainer.received_sigterm):
-            leave()
 
-    before = signal.signal(signal.SIGTERM, terminate), signal.signal(signal.SIGALRM, leave)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGALRM, before[1])
-        last_resort.cancel()
+def _may_set_handlers() -> bool:
+    return threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
 
 
 def _end_ranks(trainer: Any) -> None:

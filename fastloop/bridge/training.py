@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
 import logging
@@ -11,6 +12,7 @@ import re
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,13 @@ from fastloop.config import Config
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.report import files
 from fastloop.schema import fault, first_origin
+from fastloop.secrets import mask
+from fastloop.shipped import is_file
 
 _HINTS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero",
           "pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.rank_zero")  # fmt: skip
 """Loggers of Lightning's notices. All its namespaces speak through whichever of them was imported last."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ProgressLines(Callback):
@@ -57,6 +62,19 @@ class ProgressLines(Callback):
         sys.stderr.flush()
 
 
+class RunLogger(CSVLogger):
+    """Logged values and hyperparameters as files of the run directory, secrets masked."""
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
+        given = vars(params) if isinstance(params, Namespace) else params or {}
+        super().log_hyperparams(mask({name: _plain(value) for name, value in given.items()}))
+
+
+def _plain(value: Any) -> Any:
+    """A recipe's settings as a mapping, so that the secrets in them are found by their keys."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
 def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.Trainer:
     """The Trainer a configuration describes, with `loop` in it and its files below `out`.
 
@@ -68,7 +86,7 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
     bar = _is_terminal()
     defaults: dict[str, Any] = {
         "max_epochs": -1, "num_sanity_val_steps": 0, "default_root_dir": out,
-        "logger": CSVLogger(out, name="", version="") if out is not None else False,
+        "logger": RunLogger(out, name="", version="") if out is not None else False,
         "enable_progress_bar": bar, "enable_model_summary": bar,
     }  # fmt: skip
     if config.trainer.get("barebones"):  # refuses all the rest
@@ -180,15 +198,19 @@ def quiet() -> Iterator[None]:
 def _check_checkpoint(config: Config, trusted: bool) -> None:
     if config.run.resume is None:
         return
-    path, origin = Path(config.run.resume), config.origins["run.resume"]
-    if not path.is_file():
-        raise fault("run.resume", origin, "there is no such file", "write the path of a checkpoint", value=str(path))
+    path = Path(config.run.resume)
+    got = f"run.resume: {path} ({config.origins['run.resume']})"
+    if not is_file(path):
+        raise ConfigError(got=got, why="there is no such file", do="write the path of a checkpoint", key="run.resume")
     if trusted:
         return
     try:
         torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-        raise fault("run.resume", origin, f"it does not load as tensors and plain values: {reason}",
-                    "if you made this file yourself, add --trust-checkpoint; loading it then runs code from it",
-                    value=str(path)) from None  # fmt: skip
+        # torch says which class it refused at the end of an essay with colours in it.
+        refused = re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?:\.\s|\n|$)", str(error))
+        why = refused[0].strip() if refused else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ConfigError(
+            got=got, why=f"it does not load as tensors and plain values: {_ANSI.sub('', why)}", key="run.resume",
+            do="if you made this file yourself, add --trust-checkpoint; loading it then runs code from it",
+        ) from None  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from fastloop.commands.answer import Answer
 from fastloop.commands.outdir import ROOT
 from fastloop.errors import ConfigError
 from fastloop.report import files
+from fastloop.shipped import is_file
 
 
 def report(run_dir: str) -> Answer:
@@ -19,10 +21,10 @@ def report(run_dir: str) -> Answer:
         ConfigError: the directory holds no run.
     """
     path = Path(run_dir)
-    if path.name == "report.md" and path.is_file():  # the line that a run ends with names this file
+    if path.name == "report.md" and is_file(path):  # the line that a run ends with names this file
         path = path.parent
     text = path / "report.md"
-    if not text.is_file():
+    if not is_file(text):
         raise ConfigError(got=f"run directory {run_dir}", why="it holds no report.md", do=_instead(path))
     parts = {name: _read(path / f"{name}.json") for name in ("plan", "measurement", "verdicts", "findings")}
     content = files.run_json(str(path), **parts)
@@ -39,8 +41,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _instead(path: Path) -> str:
-    folder = next((folder for folder in (path, ROOT / path) if folder.is_dir()), None)
-    runs = sorted(folder.rglob("report.md"), key=lambda found: found.stat().st_mtime) if folder else []
-    if runs:
-        return f"write the directory of one run, such as {runs[-1].parent}"
+    for folder in (path, ROOT / path):
+        with contextlib.suppress(OSError):
+            found = [path for depth in range(4) for path in folder.glob(f"{'*/' * depth}report.md")]
+            runs = sorted(found, key=lambda path: path.stat().st_mtime)
+            if runs:
+                return f"write the directory of one run, such as {runs[-1].parent}"
     return f"write the directory that fastloop run printed, below {ROOT}/"

@@ -63,7 +63,8 @@ def _explained(config: Config, where: Path) -> Iterator[None]:
     before = _written(report)
 
     def partial() -> str:
-        return f"; the steps before that are in {report}, flagged as partial" if _written(report) != before else ""
+        new = _written(report) not in (None, before)
+        return f"; the steps before that are in {report}, flagged as partial" if new else ""
 
     try:
         yield

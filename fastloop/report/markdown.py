@@ -11,7 +11,7 @@ from fastloop.records import Finding, Measurement, Plan, Verdict
 from fastloop.report import summary
 from fastloop.report.summary import number
 
-_MARKUP = re.compile(r"[\\`*<|~]|(?<!\w)_|_(?!\w)")
+_MARKUP = re.compile(r"[\\`*<|~]|(?<![^\W_])_|_(?![^\W_])")
 """What Markdown would read as markup. An underscore inside a word is none: ``num_workers`` stays as it is."""
 
 

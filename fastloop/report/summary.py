@@ -66,7 +66,8 @@ def _verdict(seen: Measurement, findings: Sequence[Finding]) -> str:
         title = "TOO SHORT TO JUDGE" if findings else title
     flags = "   PARTIAL: the fit did not end normally" if seen.partial else ""
     if seen.window_too_short and seen.steps:
-        flags += f"   window too short: {seen.steps} steps" if seen.steps < 10 else "   window too short for its queues"
+        count = f": {seen.steps} step{'s' if seen.steps > 1 else ''}" if seen.steps < 10 else " for its queues"
+        flags += f"   window too short{count}"
     return f"fastloop {title}   {seen.world_size}x {seen.device}   {window}{flags}"
 
 

@@ -1,6 +1,6 @@
 """Mixed precision: run matrix work in bfloat16, float16 or TF32 on the tensor cores.
 
-Faster because  tensor cores do bf16 at 15 times the fp32 rate on an H200, and activations are half the bytes.
+Faster because  tensor cores multiply bf16 many times as fast as fp32, and activations are half the bytes.
 Costs           rounding: results differ from fp32 in the third digit; 16-mixed needs a loss scaler.
 Don't use when  the loss subtracts nearly equal numbers, or the step is not device-bound.
 Evidence        the dtype a matrix product has inside your own training_step; the matmul flag for tf32

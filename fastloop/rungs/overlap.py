@@ -2,7 +2,7 @@
 
 Faster because  gradients travel while later layers still compute, in views instead of copies, or in half the bytes.
 Costs           compressing hooks round the gradients; static_graph assumes that every step uses the same parameters.
-Don't use when  there is one device, or the exchange is already hidden (on NVLink the bf16 hook costs 9 %).
+Don't use when  there is one device, or the exchange is already hidden: on fast links a compressing hook costs time.
 Evidence        the settings read back from the living DDP object; exchanges the hook ran
 Source          https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """

@@ -1,0 +1,50 @@
+"""fastloop recipes and fastloop rungs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+
+from fastloop.commands import listing
+from fastloop.errors import ConfigError
+from fastloop.ladder import Ladder, manual
+from fastloop.shipped import shipped
+
+RUNGS = dict(Ladder().rungs())
+
+
+def test_every_recipe_with_its_first_line() -> None:
+    before = set(sys.modules)
+    answer = listing.recipes()
+    assert answer.json is not None and answer.json["schema"] == 1
+    rows = {row["name"]: row["summary"] for row in answer.json["recipes"]}
+    assert set(rows) == set(shipped("recipes")) >= {"cifar10", "gpt2", "resnet50"}
+    for name, path in shipped("recipes").items():
+        assert rows[name] and f'"""{rows[name]}' in path.with_suffix(".py").read_text(encoding="utf-8")
+        assert f"{name:<10} {rows[name]}" in answer.text.splitlines()
+    assert not [name for name in set(sys.modules) - before if "recipe" in name], "a recipe was imported"
+
+
+def test_every_rung_in_planning_order() -> None:
+    answer = listing.rungs(None)
+    assert answer.json is not None
+    assert [row["name"] for row in answer.json["rungs"]] == list(RUNGS)
+    assert [line.split()[0] for line in answer.text.splitlines()] == list(RUNGS)
+    assert all(row["summary"] == manual(row["name"]).splitlines()[0] for row in answer.json["rungs"])
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_rungs_page_ends_with_yaml_that_is_its_defaults(name: str) -> None:
+    answer = listing.rungs(name)
+    page, _, settings = answer.text.partition(f"\nrungs.{name}:\n")
+    assert page.startswith(manual(name)) and answer.json is not None
+    assert yaml.safe_load(settings) == answer.json["settings"] == vars(RUNGS[name])
+
+
+def test_an_unknown_rung() -> None:
+    with pytest.raises(ConfigError) as caught:
+        listing.rungs("compil")
+    assert (caught.value.got, caught.value.do) == ("rung 'compil'", "write compile")
+    assert all(name in caught.value.why for name in RUNGS)

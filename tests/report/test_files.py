@@ -1,0 +1,115 @@
+"""The files of a run directory: JSON that every parser takes, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastloop.records import PARTS, Action, Applied, Change, Finding, Measurement, Plan, Step, Verdict
+from fastloop.report import files
+from tests.commands.command_line import strictly
+from tests.report.test_summary import SEEN, WAITS
+
+PLAN = Plan(steps=(
+    Step(rung="amp", status="planned", change=Change(
+        wants={"precision.plugin": "bf16-mixed"}, parity="approximate", notes=("mind",), facts={"precision": "x"},
+        actions=(Action(keys=("a", "b"), when="model", do=lambda site: Applied(undo=lambda: None)),))),
+    Step(rung="pin", status="skipped", reason="needs CUDA"),
+))  # fmt: skip
+
+
+def test_a_plan() -> None:
+    assert strictly(files.dump(files.plan_json(PLAN))) == {
+        "schema": 1, "parity_class": "approximate",
+        "rungs": [
+            {"rung": "amp", "status": "planned", "reason": None, "parity_class": "approximate", "notes": ["mind"],
+             "wants": {"precision.plugin": "bf16-mixed"}, "actions": ["a", "b"]},
+            {"rung": "pin", "status": "skipped", "reason": "needs CUDA", "parity_class": "exact", "notes": [],
+             "wants": {}, "actions": []},
+        ],
+    }  # fmt: skip
+
+
+def test_a_measurement_keeps_the_contract() -> None:
+    content = strictly(files.dump(files.measurement_json(Measurement())))
+    assert content["schema"] == 1 and set(content["parts_ms"]) == set(PARTS)
+    units = ("samples_per_s", "wall_ms", "lead_ms", "peak_gib", "tflop_per_s", "tokens_per_s", "joule_per_sample",
+             "usd_per_million_samples", "watch_us_per_step")  # fmt: skip
+    assert [name for name in units if content[name] is not None] == [], "what was not measured is null, never 0"
+    for section in ("parts_ms", "step_ms", "gpu", "mfu"):
+        assert content[section] and set(content[section].values()) == {None}
+    assert content["loss"] == [] and content["evidence"] == {} and content["partial"] is False
+    assert strictly(files.dump(files.measurement_json(SEEN)))["step_ms"]["mean"] == 10.04
+
+
+def test_verdicts_and_findings() -> None:
+    verdicts = [Verdict(rung="amp", took=None, why="x")]
+    assert files.verdicts_json(verdicts) == {
+        "schema": 1, "verdicts": [{"rung": "amp", "took": None, "why": "x", "parity_class": "exact"}]}  # fmt: skip
+    content = files.findings_json([WAITS, Finding(bottleneck="none", share_pct=None, why="x")])
+    assert content["schema"] == 1 and content["findings"][0]["patch"] == WAITS.patch
+    assert content["findings"][1]["patch"] is None and content["findings"][1]["ceiling_gain_pct"] is None
+
+
+def test_one_run_as_one_object() -> None:
+    assert files.run_json("a") == {"schema": 1, "run_dir": "a", "plan": None, "measurement": None, "verdicts": None,
+                                   "findings": None}  # fmt: skip
+    content = files.run_json("a", verdicts=files.verdicts_json([]), findings=files.findings_json([WAITS]))
+    assert content["verdicts"] == [] and content["findings"][0]["bottleneck"] == "data_wait"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [(math.nan, None), (-math.inf, None), (0.0, 0.0), (True, True), (np.float32(0.5), 0.5), (np.float64("nan"), None),
+     (np.int64(3), 3), (torch.float32, "torch.float32"), (Path("a"), "a"), ({"b", "a"}, ["a", "b"]),
+     ((1, (2,)), [1, [2]]), ({1: {None: 2}}, {"1": {"None": 2}}), ("ü\x1b", "ü\x1b"), (10**30, 10**30)],
+)  # fmt: skip
+def test_plain_json(value: Any, plain: Any) -> None:
+    for ascii_only in (True, False):
+        content = strictly(files.dump({"value": value}, ascii_only=ascii_only))
+        assert content == {"value": plain} and type(content["value"]) is type(plain)
+
+
+def test_ascii_only() -> None:
+    assert "ü" in files.dump({"value": "ü"}) and files.dump({"value": "ü"}, ascii_only=True).isascii()
+
+
+def test_files_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.json").write_text("before")
+    full = Path.write_text
+
+    def disk_full(path: Path, text: str, **options: Any) -> int:
+        full(path, text[:2], **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", disk_full)
+        with pytest.raises(OSError, match="No space left"):
+            files.write(tmp_path / "a", {"x.json": "after"})
+    assert {path.name: path.read_text() for path in (tmp_path / "a").iterdir()} == {"x.json": "before"}
+    files.write(tmp_path / "a", {"x.json": "after", "y.md": "ü \udc80"})
+    assert {path.name: path.read_text() for path in (tmp_path / "a").iterdir()} == {"x.json": "after", "y.md": "ü ?"}
+
+
+def test_clearing_takes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> None:
+    contents = files.run_files(config_yaml="", changed_yaml="", environment={"schema": 1}, plan=PLAN, seen=SEEN,
+                               verdicts=(), findings=(WAITS,), left_out="")  # fmt: skip
+    assert set(contents) <= set(files.NAMES)
+    for name, text in contents.items():
+        assert not name.endswith(".json") or strictly(text)["schema"] == 1
+    files.write(tmp_path, {**contents, "notes.txt": "mine"})
+    files.clear(tmp_path)
+    files.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_json_is_read_back_as_it_was() -> None:
+    content = files.measurement_json(SEEN)
+    assert json.loads(files.dump(content))["samples_per_s"] == SEEN.samples_per_s
