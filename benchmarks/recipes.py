@@ -112,8 +112,9 @@ def summarise(arm: str, rates: list[float], versions: dict[str, Any], options: a
     logs = [math.log(rate) for rate in rates]
     half = stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
     middle = statistics.mean(logs)
+    interval = None if half is None else [math.exp(middle - half), math.exp(middle + half)]
     return {"what": "recipes", "recipe": options.recipe, "arm": arm, "n": len(rates),
-            "samples_per_s": statistics.median(rates), "ci95": None if half is None else [math.exp(middle - half), math.exp(middle + half)],
+            "samples_per_s": statistics.median(rates), "ci95": interval,
             "steps": options.steps * LONGER[arm], "warmup": options.warmup, "data": bool(options.data),
             "size": options.size, **versions}  # fmt: skip
 

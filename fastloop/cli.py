@@ -7,6 +7,7 @@ import difflib
 import io
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -213,7 +214,10 @@ def main() -> NoReturn:
     """Entry point: errors meant for people in three lines on stderr, everything else as a failed run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # better than no report where the terminal has no such letter
+    heard = _hear_signals()
     code = _main()
+    if code == 1 and heard:  # some libraries swallow Ctrl-C while they are imported, and are then half there
+        code = 128 + heard[-1]
     try:
         sys.stdout.flush()
         os.dup2(2, 1)  # what a training's exit handlers print is no part of the answer
@@ -221,6 +225,23 @@ def main() -> NoReturn:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
+
+
+def _hear_signals() -> list[int]:
+    """Let SIGTERM end the program as Ctrl-C does, its directories given back; gives the signals as they come.
+
+    A training hears SIGTERM in its own way, see ``bridge/ending.py``. What is ignored, as after nohup, stays so.
+    """
+    heard: list[int] = []
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        heard.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) == default:
+            signal.signal(number, stop)
+    return heard
 
 
 def _main() -> int:

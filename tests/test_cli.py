@@ -319,6 +319,20 @@ def test_exit_codes(
     assert ("Traceback" in said.err) == isinstance(error, RuntimeError)
 
 
+def test_an_interrupt_that_an_import_swallowed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time; from fastloop.commands import listing\n"
+        "def recipes():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT); time.sleep(5)\n"
+        "    except KeyboardInterrupt:\n"
+        "        raise ImportError('half there')\n"
+        f"listing.recipes = recipes; {MAIN}"
+    )
+    assert run("recipes", cwd=tmp_path, code=code).code == 130
+    assert run("recipes", cwd=tmp_path, code=code.replace("SIGINT", "SIGTERM")).code == 143
+
+
 def test_more_devices_than_there_are(fastloop: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

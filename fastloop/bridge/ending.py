@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 from lightning.pytorch.callbacks import Callback
 
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it: 128 + 15."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and SIGTERM, as shells have them: 128 and the signal's number."""
+AGAIN_S = 0.5
+"""An exception that a signal raises is lost in the hooks of a fork and in finalizers: Ctrl-C is raised until heard."""
 PATIENCE_S = 4.0
 """After SIGTERM Lightning ends a training once its batch is done. One that hangs is interrupted after this time…"""
 LIMIT_S = 8.0
 """… and where not even that gets through, the process and its children are ended after this time."""
-AGAIN_S = 1.0
-"""A Ctrl-C that was not heard is repeated after this time."""
 RANKS_S = 2.0
 """What the other ranks get to end by themselves, once this one has raised."""
 
@@ -35,7 +35,7 @@ def ends(trainer: Any) -> Iterator[None]:
         SystemExit: 143 after SIGTERM.
     """
     try:
-        with _Terminate(trainer).heard():
+        with _Signals(trainer).heard():
             yield
     except BaseException as error:
         _end_ranks(trainer)
@@ -46,15 +46,17 @@ def ends(trainer: Any) -> Iterator[None]:
         raise
 
 
-class _Terminate(Callback):
-    """What SIGTERM and SIGINT do to a fit. They have to reach Python: in a call that never returns only SIGKILL helps.
+class _Signals(Callback):
+    """What SIGINT and SIGTERM do to a fit. They have to reach Python: in a call that never returns only SIGKILL helps.
 
-    Lightning calls the handler it finds after its own. It has none before the loops begin and after they end.
+    Lightning calls the handler of SIGTERM it finds after its own. It has none before the loops and after them.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._last_resort = threading.Timer(LIMIT_S, _end_all)
+        self._code: int | None = None
+        """How the process will end, once a signal came."""
+        self._last_resort = threading.Timer(LIMIT_S, lambda: _end_all(self._code or TERMINATED))
         self._last_resort.daemon = True
 
     @contextlib.contextmanager
@@ -63,9 +65,9 @@ class _Terminate(Callback):
             yield
             return
         self._trainer.callbacks.append(self)
-        handlers: dict[signal.Signals, Any] = {signal.SIGTERM: self._on_sigterm, signal.SIGALRM: self._on_alarm}
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            handlers[signal.SIGINT] = self._on_sigint
+        handlers = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint, signal.SIGALRM: self._on_alarm}
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background
+            del handlers[signal.SIGINT]
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
@@ -85,32 +87,33 @@ class _Terminate(Callback):
             leaves = trainer.is_global_zero or by_others
             signal.signal(signal.SIGTERM, self._leave if leaves else signal.SIG_IGN)
 
+    def _begin(self, code: int, alarm_s: float) -> bool:
+        """Whether this is the first signal; then the clocks are started."""
+        if self._code is not None:
+            return False
+        self._code = code
+        self._last_resort.start()
+        signal.setitimer(signal.ITIMER_REAL, alarm_s, alarm_s)
+        return True
+
+    def _on_sigterm(self, *_: Any) -> None:
+        first = self._begin(TERMINATED, PATIENCE_S)
+        if not (first and self._trainer.received_sigterm):
+            raise SystemExit(TERMINATED)
+
+    def _leave(self, *_: Any) -> None:
+        self._begin(TERMINATED, PATIENCE_S)
+        raise SystemExit(TERMINATED)
+
     def _on_sigint(self, *_: Any) -> None:
-        """Interrupt, and again until it is heard: Python drops what is raised inside a destructor, and torch's loader
-        iterators join their workers in theirs, at the end of every epoch."""
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+        self._begin(INTERRUPTED, AGAIN_S)
         raise KeyboardInterrupt
 
     def _on_alarm(self, *_: Any) -> None:
-        if self._last_resort.ident is not None:
-            self._leave()
-        if self._trainer.interrupted:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        else:
+        if self._code != INTERRUPTED:
+            raise SystemExit(TERMINATED)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # Lightning ignores it from when it has heard it
             raise KeyboardInterrupt
-
-    def _on_sigterm(self, *_: Any) -> None:
-        first = self._last_resort.ident is None
-        if first:
-            self._last_resort.start()
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
-        if not (first and self._trainer.received_sigterm):
-            self._leave()
-
-    def _leave(self, *_: Any) -> None:
-        if self._last_resort.ident is None:
-            self._last_resort.start()
-        raise SystemExit(TERMINATED)
 
 
 def _may_set_handlers() -> bool:
@@ -127,9 +130,9 @@ def _end_ranks(trainer: Any) -> None:
             rank.kill()
 
 
-def _end_all() -> None:
+def _end_all(code: int) -> None:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
-    os._exit(TERMINATED)
+    os._exit(code)

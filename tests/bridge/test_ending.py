@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -141,6 +142,41 @@ def test_ctrl_c_is_told_from_an_exit() -> None:
             sys.exit(1)
 
 
+def test_an_interrupt_that_was_lost_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the hooks that run around a fork, where Python ignores exceptions."""
+    monkeypatch.setattr(ending, "AGAIN_S", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), ending.ends(trainer()):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        time.sleep(10)
+    assert 0.1 < time.monotonic() - begun < 5
+
+
+def test_once_lightning_has_heard_it_shuts_down_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "AGAIN_S", 0.1)
+    with ending.ends(trainer()):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.5:
+            time.sleep(0.05)
+
+
+def test_in_the_background_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending.ends(trainer()):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_the_ranks_it_started_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "RANKS_S", 0.3)
     hung, done = subprocess.Popen(SLEEPS), subprocess.Popen([sys.executable, "-c", ""])
@@ -195,11 +231,10 @@ def test_a_ctrl_c_that_a_destructor_swallowed_is_repeated(monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_ctrl_c_that_was_heard_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "AGAIN_S", 0.1)
-    fit = trainer()
-    with ending.ends(fit):
+    with ending.ends(trainer()):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
-        fit.interrupted = True  # as Lightning marks it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does once it has heard it
         time.sleep(0.3)
-        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -368,6 +368,18 @@ def test_sigterm_while_a_step_hangs(tmp_path: Path) -> None:
     assert seen["partial"] is True and seen["total_steps"] == 22
 
 
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_stopped_before_it_began(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    arguments = ["run", NET, "recipe.does=be slow to begin", f"recipe.mark={tmp_path}/mark"]
+    with program(*arguments, cwd=tmp_path) as process:
+        wait_for((tmp_path / "mark").is_file)
+        assert (tmp_path / "fastloop-runs").is_dir()
+        process.send_signal(sent)
+        assert process.wait(10) == code
+    assert (tmp_path / "err").read_text() in ("fastloop: interrupted\n", "fastloop: terminated\n")
+    assert not (tmp_path / "fastloop-runs").exists()
+
+
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ def build(settings: Settings) -> tuple[Net, Numbers]:
     """The module and its data."""
     if settings.does == "not even begin":
         raise RuntimeError("this recipe cannot be built")
+    if settings.does == "be slow to begin":
+        act(settings, hangs)
     return Net(settings), Numbers(settings)
 
 
@@ -72,14 +74,18 @@ class Net(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         asked = self.settings
         if self.steps == asked.at and asked.rank in (self.global_rank, -1):
-            if asked.mark is not None:
-                Path(asked.mark).write_text(str(os.getpid()))
-            DEEDS[asked.does](asked)
+            act(asked, DEEDS[asked.does])
         self.steps += 1
         return (self.net(batch[0]) - 1).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def act(asked: Settings, deed: Callable[[Settings], None]) -> None:
+    if asked.mark is not None:
+        Path(asked.mark).write_text(str(os.getpid()))
+    deed(asked)
 
 
 def prints(asked: Settings) -> None:
