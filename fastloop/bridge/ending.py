@@ -34,15 +34,18 @@ def ends(trainer: Any) -> Iterator[None]:
         KeyboardInterrupt: the user stopped the fit (Lightning itself exits with 1).
         SystemExit: 143 after SIGTERM.
     """
+    signals = _Signals(trainer)
     try:
-        with _Signals(trainer).heard():
+        with signals.heard():
             yield
     except BaseException as error:
         _end_ranks(trainer)
-        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        if type(error).__name__ == "SIGTERMException":  # Lightning's, an exit without a code
+        # What a training raises once it was told to end is a consequence: of its workers being gone, for instance.
+        if signals.code == TERMINATED:
             raise SystemExit(TERMINATED) from None
+        by_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+        if signals.code == INTERRUPTED or by_lightning:
+            raise KeyboardInterrupt from None
         raise
 
 
@@ -54,9 +57,9 @@ class _Signals(Callback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._code: int | None = None
+        self.code: int | None = None
         """How the process will end, once a signal came."""
-        self._last_resort = threading.Timer(LIMIT_S, lambda: _end_all(self._code or TERMINATED))
+        self._last_resort = threading.Timer(LIMIT_S, lambda: _end_all(self.code or TERMINATED))
         self._last_resort.daemon = True
 
     @contextlib.contextmanager
@@ -89,9 +92,9 @@ class _Signals(Callback):
 
     def _begin(self, code: int, alarm_s: float) -> bool:
         """Whether this is the first signal; then the clocks are started."""
-        if self._code is not None:
+        if self.code is not None:
             return False
-        self._code = code
+        self.code = code
         self._last_resort.start()
         signal.setitimer(signal.ITIMER_REAL, alarm_s, alarm_s)
         return True
@@ -110,9 +113,10 @@ class _Signals(Callback):
         raise KeyboardInterrupt
 
     def _on_alarm(self, *_: Any) -> None:
-        if self._code != INTERRUPTED:
+        if self.code != INTERRUPTED:
             raise SystemExit(TERMINATED)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # Lightning ignores it from when it has heard it
+        # Once Lightning has heard Ctrl-C it ignores all further ones, and then marks the fit.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and not self._trainer.interrupted:
             raise KeyboardInterrupt
 
 

