@@ -30,7 +30,7 @@ class DeviceFeed(LazyLoader):
         keeps_iterator: see LazyLoader.
     """
 
-    _OWN = LazyLoader._OWN | {"depth", "device", "stage", "retired", "stream", "seen", "_ahead"}
+    _OWN = LazyLoader._OWN | {"depth", "device", "stage", "retired", "stream", "seen"}
 
     def __init__(self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any],
                  keeps_iterator: bool = False) -> None:  # fmt: skip
@@ -42,12 +42,6 @@ class DeviceFeed(LazyLoader):
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
-        self._ahead = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Batches fetched from the loader and not handed out yet."""
-        return self._ahead
 
     def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         source, ready = self._start(drawn), deque[_Staged]()
@@ -76,7 +70,6 @@ class DeviceFeed(LazyLoader):
                 if failed is not None:
                     raise failed
                 return
-            self._ahead = len(ready) - 1
             yield self._hand_out(ready.popleft(), asked)
 
     def _fetched(self) -> None:

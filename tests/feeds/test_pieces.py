@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import UserDict, namedtuple
+from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
 
 from fastloop.feeds.pieces import CannotSplit, Piece, cut, join, mean
-
-Pair = namedtuple("Pair", "x y")
-
-
-@dataclasses.dataclass
-class Record:
-    x: torch.Tensor
-    name: str
-
-
-@dataclasses.dataclass
-class Counted:
-    x: torch.Tensor
-    made: int = dataclasses.field(default=0, init=False)
+from tests.feeds.containers import Counted, Pair, Record
 
 
 class Picky(dict):

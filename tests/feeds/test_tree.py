@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict
 from typing import Any
 
 import pytest
 import torch
 
 from fastloop.feeds.tree import is_container, map_tensors, rebuild, samples, tensors
-
-Pair = namedtuple("Pair", "x y")
-
-
-@dataclasses.dataclass
-class Record:
-    x: torch.Tensor
-    name: str
-
-
-@dataclasses.dataclass
-class Counted:
-    x: torch.Tensor
-    made: int = dataclasses.field(default=0, init=False)
+from tests.feeds.containers import Counted, Pair, Record
 
 
 class Closed:
