@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from fastloop.errors import ConfigError as ConfigError
     from fastloop.errors import FastLoopError as FastLoopError
     from fastloop.ladder import Ladder as Ladder
+    from fastloop.measurement import Measurement as Measurement
     from fastloop.records import Finding as Finding
-    from fastloop.records import Measurement as Measurement
     from fastloop.records import Plan as Plan
     from fastloop.records import Verdict as Verdict
 
 __version__ = "0.1.0"
 
 _HOMES = {"ConfigError": "errors", "FastLoop": "bridge.callback", "FastLoopError": "errors", "Finding": "records",
-          "Ladder": "ladder", "Measurement": "records", "Plan": "records", "Verdict": "records"}  # fmt: skip
+          "Ladder": "ladder", "Measurement": "measurement", "Plan": "records", "Verdict": "records"}  # fmt: skip
 __all__ = ["ConfigError", "FastLoop", "FastLoopError", "Finding", "Ladder", "Measurement", "Plan", "Verdict"]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastloop.records import Finding, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Finding
 
 WORTH_NAMING_PCT = 5.0
 """A share of the step below this is not called a bottleneck."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Change, Facts, Measurement, Plan, Step, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Change, Facts, Plan, Step, Verdict
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.batch import Batch
 from fastloop.rungs.compile import Compile

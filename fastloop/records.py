@@ -19,13 +19,6 @@ Moment = Literal["model", "wrapped", "train_start"]
 """When an action runs: model = built, on its device, not yet wrapped; wrapped = after the DDP wrapper;
 train_start = optimizers exist and hold their restored state."""
 
-PARTS = ("data_wait", "h2d", "forward", "backward", "optimizer", "comm_exposed", "callbacks_logging",
-         "validation", "checkpoint", "epoch_gap", "host_other", "unexplained")  # fmt: skip
-STEP_TIMES = ("mean", "median", "p10", "p90")
-GPU_READINGS = ("nvml_busy_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "watts")
-MFU_PEAKS = ("datasheet", "measured_peak", "dtype_in_use")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
     """What the train loader is, read without taking a sample from it."""
@@ -203,45 +196,6 @@ class Plan:
 
     def step(self, rung: str) -> Step | None:
         return next((step for step in self.steps if step.rung == rung), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """The steady part of a run. A step is one optimizer step with all its micro-batches; ``None`` = not measured."""
-
-    steps: int = 0
-    """Optimizer steps inside the window."""
-    samples_per_s: float | None = None
-    """All ranks together."""
-    step_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(STEP_TIMES))
-    wall_ms: float | None = None
-    lead_ms: float | None = None
-    """How far the host runs ahead of the device (median); None on the CPU, where both are one clock."""
-    window_too_short: bool = True
-    parts_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(PARTS))
-    """Means per optimizer step."""
-    loss: tuple[float, ...] = ()
-    """One per optimizer step, thinned evenly above 10,000."""
-    loss_every: int = 1
-    """Optimizer steps between two points of ``loss``."""
-    peak_gib: float | None = None
-    gpu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(GPU_READINGS))
-    tflop_per_s: float | None = None
-    mfu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(MFU_PEAKS))
-    tokens_per_s: float | None = None
-    joule_per_sample: float | None = None
-    usd_per_million_samples: float | None = None
-    watch_us_per_step: float | None = None
-    world_size: int = 1
-    total_steps: int = 0
-    """Optimizer steps of the whole fit, warm-up included."""
-    warmup_steps: int = 0
-    global_batch: int | None = None
-    """Samples per optimizer step, all ranks (median)."""
-    device: str = "cpu"
-    partial: bool = False
-    """The fit ended by an exception or an interrupt."""
-    evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fastloop.diagnose import WORTH_NAMING_PCT, findings
-from fastloop.records import Finding, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Finding
 
 MAP = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 8}
 

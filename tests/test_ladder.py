@@ -14,7 +14,8 @@ import pytest
 from fastloop import ladder as ladders
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.ladder import Ladder, manual, plan, verify
-from fastloop.records import Action, Applied, Change, Facts, LoaderFacts, Measurement, Step, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, LoaderFacts, Step, Verdict
 
 HEADINGS = ("Faster because", "Costs", "Don't use when", "Evidence", "Source")
 NAMES = tuple(field.name for field in dataclasses.fields(Ladder))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastloop import records
-from fastloop.records import PARITY_ORDER, PARTS, Applied, Change, Facts, Measurement, Plan, Step
+from fastloop.records import PARITY_ORDER, Applied, Change, Facts, Plan, Step
 
 RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
@@ -24,7 +24,7 @@ def test_frozen_and_keyword_only(kind: Any) -> None:
 
 def test_there_are_all_of_them() -> None:
     names = {kind.__name__ for kind in RECORDS}
-    assert names >= {"Facts", "LoaderFacts", "Action", "Applied", "Change", "Step", "Plan", "Measurement", "Verdict",
+    assert names >= {"Facts", "LoaderFacts", "Action", "Applied", "Change", "Step", "Plan", "Verdict",
                      "Finding"}  # fmt: skip
 
 
@@ -63,14 +63,6 @@ def test_a_plan_merges_what_is_planned() -> None:
 def test_the_weakest_class_is_the_plans(classes: list[Any], weakest: str) -> None:
     assert Plan(steps=tuple(step(str(place), parity=kind) for place, kind in enumerate(classes))).parity == weakest
     assert PARITY_ORDER == ("exact", "approximate", "changes-training")
-
-
-def test_what_was_not_measured_is_none() -> None:
-    empty = Measurement()
-    assert empty.samples_per_s is None and empty.wall_ms is None and empty.lead_ms is None and empty.peak_gib is None
-    assert set(empty.parts_ms) == set(PARTS) and set(empty.parts_ms.values()) == {None}
-    assert empty.loss == () and empty.window_too_short
-    assert empty.parts_ms is not Measurement().parts_ms
 
 
 def test_an_action_without_evidence_has_none() -> None:

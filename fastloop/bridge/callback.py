@@ -19,7 +19,8 @@ from fastloop.bridge.watch import Watch, WatchingProfiler
 from fastloop.config import Config, from_callback
 from fastloop.errors import FastLoopError
 from fastloop.ladder import verify
-from fastloop.records import Finding, Measurement, Plan, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Finding, Plan, Verdict
 from fastloop.report import summary
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock, Window
 from fastloop.evidence.losses import LossLog
 from fastloop.feeds.tree import samples
-from fastloop.records import PARTS, Measurement
+from fastloop.measurement import PARTS, Measurement
 
 _NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastloop.records import Finding, Measurement, Plan, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Finding, Plan, Verdict
 from fastloop.report import markdown
 
 SCHEMA = 1

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastloop.records import Finding, Measurement, Plan, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Finding, Plan, Verdict
 from fastloop.report import summary
 from fastloop.report.summary import number
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastloop.records import Finding, Measurement, Plan, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Finding, Plan, Verdict
 
 TITLES = {"data_wait": "STARVED BY DATA", "none": "NO BOTTLENECK FOUND"}
 MOST_LINES = 12

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Action, Applied, Change, Facts, Measurement, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, Verdict
 
 DTYPES = {"bf16-mixed": "torch.bfloat16", "16-mixed": "torch.float16"}
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.windows import counted_in_steps, why_not_merged
-from fastloop.records import Change, Facts, Measurement, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Change, Facts, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

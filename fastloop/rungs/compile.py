@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence import graphs
-from fastloop.records import Action, Applied, Change, Facts, Measurement, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, Verdict
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, whose static buffers accumulation would overwrite (pytorch #169545)."""

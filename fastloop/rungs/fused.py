@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Action, Applied, Change, Facts, Measurement, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, Verdict
 
 USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 """Settings of an optimizer whose user left the implementation to torch."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Action, Applied, Change, Facts, Measurement, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Action, Applied, Change, Facts, Measurement, Parity, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, Parity, Verdict
 
 PARITY: dict[str, Parity] = {"none": "exact", "bf16": "approximate", "fp16": "approximate",
                              "powersgd": "changes-training"}  # fmt: skip

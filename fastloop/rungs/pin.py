@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Change, Facts, Measurement, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Change, Facts, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Change, Facts, LoaderFacts, Measurement, Parity, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Change, Facts, LoaderFacts, Parity, Verdict
 
 MOST = 8
 """`auto` stops here: more workers seldom pay and slow the launching thread down."""

@@ -16,7 +16,8 @@ from fastloop.bridge.apply import Applier
 from fastloop.config import from_callback
 from fastloop.errors import NotApplicable
 from fastloop.ladder import Ladder
-from fastloop.records import Action, Applied, Change, Facts, Measurement, Moment
+from fastloop.measurement import Measurement
+from fastloop.records import Action, Applied, Change, Facts, Moment
 from tests.models import Regression, loader, trainer
 
 pytestmark = pytest.mark.short

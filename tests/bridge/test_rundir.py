@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from fastloop import FastLoop
-from fastloop.records import PARTS
+from fastloop.measurement import PARTS
 from tests.models import Regression, loader, trainer
 
 WORKERS = {"watch": {"warmup_steps": 1}, "rungs": {"workers": {"enabled": True, "count": 1}}}

@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from fastloop.bridge.watch import Watch, WatchingProfiler, cost_us
 from fastloop.config import WatchSettings
-from fastloop.records import PARTS
+from fastloop.measurement import PARTS
 
 pytestmark = pytest.mark.short
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastloop.records import PARTS, Action, Applied, Change, Finding, Measurement, Plan, Step, Verdict
+from fastloop.measurement import PARTS, Measurement
+from fastloop.records import Action, Applied, Change, Finding, Plan, Step, Verdict
 from fastloop.report import files
 from tests.commands.command_line import strictly
 from tests.report.test_summary import SEEN, WAITS

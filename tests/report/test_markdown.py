@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fastloop.ladder import Ladder
-from fastloop.records import Change, Finding, Measurement, Plan, Step, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Change, Finding, Plan, Step, Verdict
 from fastloop.report import markdown
 from tests.report.test_summary import BOAST, SEEN, WAITS, planned
 

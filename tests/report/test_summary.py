@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fastloop.ladder import Ladder
-from fastloop.records import Change, Finding, Measurement, Plan, Step, Verdict
+from fastloop.measurement import Measurement
+from fastloop.records import Change, Finding, Plan, Step, Verdict
 from fastloop.report import summary
 
 BOAST = re.compile(r"speed[- ]?ups?|faster|speeds? up|\d\s*(x|times) (as fast|the speed)|\bgain", re.IGNORECASE)

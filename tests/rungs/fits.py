@@ -9,7 +9,7 @@ import lightning as L
 import torch
 
 from fastloop import FastLoop, Verdict
-from fastloop.records import Measurement
+from fastloop.measurement import Measurement
 from tests import models
 
 Rungs = Mapping[str, Mapping[str, Any]]

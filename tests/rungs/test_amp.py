@@ -12,7 +12,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from fastloop.config import from_callback
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Facts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts
 from fastloop.rungs.amp import Amp
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Facts, LoaderFacts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts, LoaderFacts
 from fastloop.rungs.batch import Batch
 from tests.models import distance as apart
 from tests.rungs.two_ranks import CASES, results

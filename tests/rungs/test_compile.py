@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Facts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts
 from fastloop.rungs.compile import Compile
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Facts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts
 from fastloop.rungs.fused import Fused
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict

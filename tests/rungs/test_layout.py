@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.errors import NotApplicable
-from fastloop.records import Applied, Facts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Applied, Facts
 from fastloop.rungs.layout import Layout
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, seeded, verdict

@@ -11,7 +11,8 @@ import torch
 
 from fastloop.config import from_callback
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.records import Facts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts
 from fastloop.rungs.overlap import Overlap
 from tests import models
 from tests.bridge.launch import python

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from fastloop.bridge.loaders import TrainLoaders
 from fastloop.errors import NotApplicable
 from fastloop.feeds.loader import clone
-from fastloop.records import Facts, LoaderFacts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts, LoaderFacts
 from fastloop.rungs.pin import Pin
 from tests.runs import Net, batches, both, distance, numbered, run
 

@@ -19,7 +19,8 @@ from fastloop import FastLoop
 from fastloop.bridge.loaders import TrainLoaders
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.device import DeviceFeed
-from fastloop.records import Facts, LoaderFacts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts, LoaderFacts
 from fastloop.rungs.prefetch import Prefetch
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 

@@ -21,7 +21,8 @@ from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence.dataset import worker_hazards
 from fastloop.feeds.loader import clone
-from fastloop.records import Facts, LoaderFacts, Measurement
+from fastloop.measurement import Measurement
+from fastloop.records import Facts, LoaderFacts
 from fastloop.rungs.workers import Workers, auto_count
 from tests.models import weights
 from tests.rungs.two_ranks import results

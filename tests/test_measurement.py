@@ -1,0 +1,31 @@
+"""The record of one run: honest about what was not measured, free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+from fastloop.measurement import GPU_READINGS, MFU_PEAKS, PARTS, STEP_TIMES, Measurement
+
+
+def test_frozen_and_keyword_only() -> None:
+    assert Measurement.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert all(field.kw_only for field in dataclasses.fields(Measurement))
+
+
+def test_no_torch() -> None:
+    code = "import sys, fastloop.measurement; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_what_was_not_measured_is_none() -> None:
+    empty = Measurement()
+    for name in ("samples_per_s", "wall_ms", "lead_ms", "trail_ms", "peak_gib", "tflop_per_s", "joule_per_sample"):
+        assert getattr(empty, name) is None
+    for keys, shown in ((PARTS, empty.parts_ms), (GPU_READINGS, empty.gpu), (MFU_PEAKS, empty.mfu),
+                        (STEP_TIMES, empty.step_ms)):  # fmt: skip
+        assert set(shown) == set(keys) and set(shown.values()) == {None}
+    assert empty.loss == () and empty.window_too_short and empty.kernels is None
+    assert empty.parts_ms is not Measurement().parts_ms
