@@ -186,7 +186,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuReading:
         driver=driver,
         compute_capability=_ask(nvml, lambda: nvml.nvmlDeviceGetCudaComputeCapability(device)),
         mig_enabled=_ask(nvml, lambda: bool(nvml.nvmlDeviceGetMigMode(device)[0])),
-        foreign_pids=None if processes is None else tuple(p.pid for p in processes if not _is_ours(p.pid, os.environ)),
+        foreign_pids=None if processes is None else tuple(p.pid for p in processes if not is_ours(p.pid, os.environ)),
     )
 
 
@@ -203,7 +203,7 @@ def _decoded(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
 
-def _is_ours(pid: int, environ: Mapping[str, str]) -> bool:
+def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
     """Whether ``pid`` belongs to this run: same process group, or a sibling where a launcher started several ranks."""
     try:
         if os.getpgid(pid) == os.getpgrp():

@@ -54,11 +54,15 @@ class Measurement:
     ``recomputed`` beside them; ``at_least``: some operators could not be counted; ``source``; ``why`` where not."""
     peaks: Mapping[str, Any] = field(default_factory=dict)
     """What this GPU can do: ``dtype`` in use, ``datasheet_tflop_per_s`` (bf16), ``dtype_tflop_per_s``,
-    ``measured_tflop_per_s`` (a bf16 product here), ``dram_tb_per_s``, ``measured_copy_tb_per_s``."""
+    ``measured_tflop_per_s`` (a bf16 product here), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32
+    work may run in TF32 here: ``matmul_tf32``, ``convolution_tf32``."""
     tflop_per_s: float | None = None
     """Per device."""
     mfu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(MFU_PEAKS))
     tokens_per_s: float | None = None
+    """Padding included."""
+    unpadded_tokens_per_s: float | None = None
+    """As an attention mask tells; None where there is none."""
     joule_per_sample: float | None = None
     joule_error_pct: float | None = None
     usd_per_million_samples: float | None = None

@@ -214,7 +214,12 @@ class Finding:
 
     bottleneck: str
     share_pct: float | None
+    """Of the step; None where it costs nothing here, or nothing is named."""
     why: str
     patch: Mapping[str, Any] | None = None
     ceiling_gain_pct: float | None = None
+    """What would be gained at most if it were gone; None where that is not known."""
     ceiling_is_estimate: bool = True
+    """False where a trial measured it."""
+    detail: tuple[str, ...] = ()
+    """Further lines: the evidence behind the reason, and what makes the figures doubtful."""

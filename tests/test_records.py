@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastloop import records
-from fastloop.records import PARITY_ORDER, Applied, Change, Facts, Plan, Step
+from fastloop.records import PARITY_ORDER, Applied, Change, Facts, Finding, Plan, Step
 
 RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
@@ -63,6 +63,13 @@ def test_a_plan_merges_what_is_planned() -> None:
 def test_the_weakest_class_is_the_plans(classes: list[Any], weakest: str) -> None:
     assert Plan(steps=tuple(step(str(place), parity=kind) for place, kind in enumerate(classes))).parity == weakest
     assert PARITY_ORDER == ("exact", "approximate", "changes-training")
+
+
+def test_a_finding_has_the_contracts_keys_and_promises_nothing_by_itself() -> None:
+    keys = dataclasses.asdict(Finding(bottleneck="none", share_pct=None, why="x")).keys()
+    assert keys >= {"bottleneck", "share_pct", "why", "patch", "ceiling_gain_pct", "ceiling_is_estimate", "detail"}
+    blank = Finding(bottleneck="none", share_pct=None, why="x")
+    assert blank.patch is blank.ceiling_gain_pct is None and blank.ceiling_is_estimate and blank.detail == ()
 
 
 def test_an_action_without_evidence_has_none() -> None:

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fastloop import diagnose
 from fastloop.bridge import live, namespace, rundir, strategy
 from fastloop.bridge.apply import Applier
+from fastloop.bridge.eyes import Eyes
 from fastloop.bridge.guard import disabled, fail_open
 from fastloop.bridge.hints import hint
-from fastloop.bridge.watch import Watch, WatchingProfiler
 from fastloop.config import Config, from_callback
 from fastloop.errors import FastLoopError
 from fastloop.ladder import verify
@@ -56,6 +56,8 @@ class FastLoop(Callback):
     ) -> None:  # fmt: skip
         self.off = disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
+        self.hunt_syncs = False
+        """Find every device synchronisation with its line, in a few steps after the timed ones; they run slower."""
         self._forget()
         self._live()
         for name in _BATCH_HOOKS:
@@ -88,10 +90,9 @@ class FastLoop(Callback):
     def _live(self) -> None:
         """What lives for one fit only: not copied, not pickled."""
         self._applier: Applier | None = None
-        self._watch: Watch | None = None
+        self._eyes: Eyes | None = None
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
-        self._step = 0
 
     def __getstate__(self) -> dict[str, Any]:
         blank = FastLoop.__new__(FastLoop)
@@ -120,23 +121,19 @@ class FastLoop(Callback):
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._first = True
-        self._step = trainer.global_step
         if self._applier is not None:
             self._applier.train_start()
             self.plan = self._applier.plan
-        if self._watch is not None:
-            self._watch.clock.queued_batches = live.queued_batches(trainer)
+        if self._eyes is not None:
+            self._restore += self._eyes.train_start(trainer, pl_module)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._watch is not None:
-            step = trainer.global_step
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-            self._watch.batch_end(loss, batch, step != self._step, trainer.accumulate_grad_batches)
-            self._step = step
+        if self._eyes is not None:
+            self._eyes.batch_end(trainer, outputs, batch)
         if self._first:
             self._first, self._training = False, True
-            self._hear("on_train_batch_end", self._watch is not None)
+            self._hear("on_train_batch_end", self._eyes is not None)
             self._evidence(trainer)
 
     @fail_open
@@ -164,8 +161,8 @@ class FastLoop(Callback):
         if not self._training:
             return
         if self.measurement is None:
-            self._measure(trainer)
-        if self.measurement is not None:
+            self._measure(trainer, partial=True)
+        else:
             self.measurement = dataclasses.replace(self.measurement, partial=True)
         self._conclude(trainer)
 
@@ -184,7 +181,9 @@ class FastLoop(Callback):
         """Give up with one warning; rungs stay as they are, for the run has begun with them."""
         if not self._stopped:
             rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
-        self._watch, self._stopped = None, True
+        if self._eyes is not None:
+            self._eyes.stop()
+        self._eyes, self._stopped = None, True
 
     def _hear(self, hook: str, on: bool) -> None:
         """Lightning skips hooks that are not callable, and calling one costs microseconds a step. Those of a subclass
@@ -212,47 +211,51 @@ class FastLoop(Callback):
         self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
 
     def _start_watch(self, trainer: Any) -> None:
-        if self.config.watch.trace_steps:
-            rank_zero_warn("fastloop: watch.trace_steps is set, and this version records no trace yet")
-        self._watch = Watch(trainer.strategy.root_device, self.config.watch, world_size=trainer.world_size,
-                            owed=lambda: live.batches_owed(trainer))  # fmt: skip
-        before = trainer.profiler
-        trainer.profiler = ours = WatchingProfiler(before, self._asks, self._gets)
-        self._restore.append(lambda: setattr(trainer, "profiler", before) if trainer.profiler is ours else None)
+        self._eyes = Eyes(trainer, self.config.watch, warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+                          hunt_syncs=self.hunt_syncs, place=lambda: self._place(trainer))  # fmt: skip
+        self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._asks, self._gets)]
+
+    def _place(self, trainer: Any) -> Path | None:
+        """The run's directory, on rank 0 and where there is one; the same however often it is asked for."""
+        if self.run_dir is None and trainer.is_global_zero:
+            self.run_dir = rundir.directory(trainer, self.out)
+        return self.run_dir
 
     @fail_open
     def _asks(self) -> None:
-        if self._watch is not None:
-            self._watch.ask()
+        if self._eyes is not None:
+            self._eyes.watch.ask()
 
     @fail_open
     def _gets(self) -> None:
-        if self._watch is not None:
-            self._watch.got()
+        if self._eyes is not None:
+            self._eyes.watch.got()
 
     def _evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = live.evidence(trainer) or self._loader_seen
         return {**found, "loader": self._loader_seen}
 
-    def _measure(self, trainer: Any) -> None:
+    def _measure(self, trainer: Any, partial: bool = False) -> None:
         evidence = self._evidence(trainer)
         if self._applier is not None:
             self.plan = self._applier.plan
-        if self._watch is not None:
-            self.measurement = self._watch.finish(evidence)
+        if self._eyes is not None:
+            self.measurement = self._eyes.measure(trainer, evidence, partial=partial)
         else:
-            self.measurement = Measurement(evidence=evidence, device=trainer.strategy.root_device.type)
+            device = trainer.strategy.root_device.type
+            self.measurement = Measurement(evidence=evidence, device=device, partial=partial)
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
-        if self._watch is not None:
+        if self._eyes is not None:
             self.findings = diagnose.findings(self.measurement, self.config.ladder.enabled())
 
     def _conclude(self, trainer: Any) -> None:
         self._training = False
         if self.measurement is None or not trainer.is_global_zero:
             return
-        self.run_dir = rundir.write(trainer, self)
-        if not self.quiet and (self._watch is not None or self.config.ladder.enabled()):
+        where = self._place(trainer)
+        self.run_dir = where if where is not None and rundir.write(where, self) else None
+        if not self.quiet and (self._eyes is not None or self.config.ladder.enabled()):
             report = None if self.run_dir is None else str(self.run_dir / "report.md")
             for line in summary.lines(self.measurement, self.plan, self.verdicts, self.findings, report):
                 rank_zero_info(line)

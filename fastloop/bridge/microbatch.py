@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fastloop.bridge.marks import PIECE
 from fastloop.bridge.piecelogs import PieceLogs
 from fastloop.bridge.step import attribute
 from fastloop.errors import FastLoopError
@@ -153,4 +154,5 @@ def _backward(strategy: Any, trainer: Any, module: Any, loss: torch.Tensor) -> N
     loss = loss / trainer.accumulate_grad_batches
     if (scaler := getattr(plugin, "scaler", None)) is not None:
         loss = scaler.scale(loss)
-    plugin.backward(loss, module, trainer.optimizers[0])
+    with trainer.profiler.profile(f"{PIECE}backward"):
+        plugin.backward(loss, module, trainer.optimizers[0])

@@ -48,11 +48,10 @@ def _new(root: Path, name: str) -> Path:
     return next(root / candidate for candidate in names if not (root / candidate).exists())
 
 
-def write(trainer: Any, loop: FastLoop) -> Path | None:
-    """Write the run's files on rank 0. A directory that cannot be written is one warning, not the end of a training."""
-    where = directory(trainer, loop.out)
-    if where is None or loop.measurement is None:
-        return None
+def write(where: Path, loop: FastLoop) -> bool:
+    """Write the run's files. A directory that cannot be written is one warning, not the end of a training."""
+    if loop.measurement is None:
+        return False
     environment = facts.environment(sys.argv, os.environ)
     environment["torch_flags"] = torch_flags()
     contents = files.run_files(
@@ -64,8 +63,8 @@ def write(trainer: Any, loop: FastLoop) -> Path | None:
         files.write(where, contents)
     except OSError as error:
         rank_zero_warn(f"fastloop: the run's files could not be written to {where}: {error}")
-        return None
-    return where
+        return False
+    return True
 
 
 def resolved(config: Config, where: Path) -> str:

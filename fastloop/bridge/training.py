@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +139,14 @@ def _refused(config: Config, error: Exception) -> ConfigError:
                  "write another value, or delete the line", value=value)  # fmt: skip
 
 
-def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -> FastLoop:
+def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False,
+          prepare: Callable[[pl.Trainer, FastLoop], None] | None = None) -> FastLoop:  # fmt: skip
     """Train a recipe in this process; the callback then holds plan, measurement, verdicts and findings.
 
     Args:
         out: the run directory, None to write nothing. What an earlier run left in it is deleted before the first step.
         trust_checkpoint: load ``run.resume`` even if it holds more than tensors and plain values, which runs code.
+        prepare: called right before the fit, in every rank: what a trial changes (`ceilings.py`).
 
     Raises:
         ConfigError: the configuration cannot be trained.
@@ -164,6 +166,8 @@ def train(config: Config, out: Path | None, *, trust_checkpoint: bool = False) -
             resume["weights_only"] = not trust_checkpoint
         if out is not None:
             rank_zero_only(files.clear)(out)
+        if prepare is not None:
+            prepare(trainer, loop)
         with ends(trainer):
             trainer.fit(module, datamodule=data, **resume)
     if not trainer.global_step:

@@ -1,79 +1,51 @@
-"""Watch a fit through the Trainer's profiler calls and one hook, and turn the marks into a Measurement."""
+"""Watch a fit: warm-up with its probes, the timed window, and after it what would disturb the timing.
+
+``warm-up (FLOPs, synchronisations) -> window -> extras (hunt, trace) -> a look now and then (drift)``
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 
+from fastloop.bridge.marks import BODY, Marks
+from fastloop.bridge.profiler import WatchingProfiler
 from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock, Window
 from fastloop.evidence.losses import LossLog
+from fastloop.bridge.tokens import Tokens
 from fastloop.feeds.tree import samples
-from fastloop.measurement import PARTS, Measurement
 
-_NEXT = "[_TrainingEpochLoop].train_dataloader_next"
-
-
-class _Nothing:
-    """A context that does nothing, made once: the Trainer opens some twenty profiler contexts a step."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+ENOUGH_STEPS = 200
+"""A window that something comes after ends with so many steps, if its queues have passed ten times."""
+LONGEST_S = 900.0
+"""A window ends after so long, once it is long enough: later steps are only looked at now and then."""
 
 
-_NOTHING = _Nothing()
+class Extra(Protocol):
+    """Something that looks at a few whole steps, outside the timed ones."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def begin(self) -> None: ...
+
+    def step_ends(self) -> None: ...
+
+    def end(self) -> None: ...
 
 
-class WatchingProfiler:
-    """Stands before the Trainer's own profiler, notes the loader calls and hands everything on.
+class Probe(Protocol):
+    """Something that looks at one step of the warm-up, from its first batch's work to its last one's."""
 
-    Args:
-        profiler: the Trainer's profiler; Lightning's pass-through one is not called, which saves its cost.
-        asks: called when the loop asks for a batch; must not raise.
-        gets: called when the loop has its batch; must not raise.
-    """
+    def begin(self) -> None: ...
 
-    def __init__(self, profiler: Any, asks: Callable[[], None], gets: Callable[[], None]) -> None:
-        passes = type(profiler).__name__ == "PassThroughProfiler"
-        self.__dict__.update(profiler=profiler, _asks=asks, _gets=gets, _passes=passes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["profiler"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["profiler"], name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance shall see the user's profiler
-        return type(self.__dict__["profiler"])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Nobody watches a copy of the Trainer: copies and pickles hold the user's profiler.
-        return (_itself, (self.__dict__["profiler"],))
-
-    def start(self, action_name: str) -> None:
-        if action_name == _NEXT:
-            self._asks()
-        if not self._passes:
-            self.profiler.start(action_name)
-
-    def stop(self, action_name: str) -> None:
-        if not self._passes:
-            self.profiler.stop(action_name)
-        if action_name == _NEXT:
-            self._gets()
-
-    def profile(self, action_name: str) -> Any:
-        return _NOTHING if self._passes else self.profiler.profile(action_name)
-
-
-def _itself(profiler: Any) -> Any:
-    return profiler
+    def end(self) -> None: ...
 
 
 class Watch:
@@ -81,91 +53,204 @@ class Watch:
 
     Args:
         owed: batches asked of the loader's workers and not finished, or None where that cannot be read.
+        board: reads the GPU's counters over the window: ``start()``, ``stop()``.
+        probes: what runs once during warm-up, by the optimizer step it takes.
+        extras: what runs after the window, in order.
     """
 
-    def __init__(self, device: torch.device, settings: WatchSettings, *, world_size: int = 1,
-                 owed: Callable[[], int | None] = lambda: None) -> None:  # fmt: skip
-        self.device, self.settings, self.world_size, self._owed = device, settings, world_size, owed
+    def __init__(self, device: torch.device, settings: WatchSettings, *, owed: Callable[[], int | None] = lambda: None,
+                 board: Any = None, probes: Mapping[int, Probe] | None = None, extras: Sequence[Extra] = ()) -> None:  # fmt: skip
+        self.device, self.settings, self._owed, self.board = device, settings, owed, board
         self.clock = Clock(device, settings.warmup_steps)
-        self.losses = LossLog()
-        self._owed_at_start: int | None = None
-        self._was_open = False
+        self.marks = Marks(self.clock)
+        self.losses, self.tokens = LossLog(), Tokens()
+        self.ends_at: int | None = None
+        """Optimizer steps this fit will have made, where the Trainer knows."""
+        self.window: Window | None = None
+        self.hooks_s: Mapping[str, float] = {}
+        """Host seconds by hook when the window ended."""
+        self.board_seen: Any = None
+        self.owed: tuple[int | None, int | None] = (None, None)
+        self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
+        self._probe: Probe | None = None
+        self._extras = deque(extras)
+        self._extra: Extra | None = None
+        self._extra_steps = 0
+        self._boundary, self._opened_at = True, 0.0
+        self._fetched_inside = False
+        """training_step fetches its batches itself: no call of the loop's comes between two steps."""
+        self.later: Any = None
+        """Looks at the step now and then once the window is over, see `later.py`."""
+
+    # -- the loop's calls -----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
         """The loop asks for a batch."""
-        self.clock.ask()
-        if self.clock.open and not self._was_open:
-            self._was_open = True
-            self._owed_at_start = self._owed()
+        self._fetched_inside = self.marks.in_work
+        if self._boundary and not self.marks.in_work:
+            self._turn()
+        was_open = self.clock.open
+        self.marks.clock.ask()
+        if self.clock.open and not was_open:
+            self._opens()
+        if self.marks.ranges is not None:
+            self.marks.ranges.push("data_wait")
 
     def got(self) -> None:
         """The loop has its batch."""
-        self.clock.got()
+        if self.marks.ranges is not None:
+            self.marks.ranges.pop()
+        self.marks.clock.got()
+        if self._boundary and not self.marks.in_work:
+            self._begin_probe()
+        self._boundary = False
 
     def batch_end(self, loss: torch.Tensor | None, batch: Any, step_ends: bool, batches_per_step: int) -> None:
         """A batch is done; `loss` as Lightning divides it by the batches of a step."""
         self.losses.add(loss, step_ends, batches_per_step)
-        self.clock.batch_done(samples(batch), step_ends)
+        if self.clock.detailed or self._probe is not None:
+            self.tokens.add(batch)
+        size = samples(batch)
+        self.clock.batch_done(size, step_ends)
+        if self.marks.clock is not self.clock:
+            self.marks.clock.batch_done(size, step_ends)
+        if step_ends:
+            self._boundary = True
+            if self._extra is not None:
+                self._extra.step_ends()
+                self._extra_steps += 1
+            if self._fetched_inside:
+                self._turn()
+                self._begin_probe()
 
-    def finish(self, evidence: Mapping[str, Mapping[str, Any]]) -> Measurement:
-        """Close the window and say what was seen; every number that could not be measured is None."""
-        owed_at_end = self._owed() if self._was_open else None
-        window = self.clock.close()
-        common: dict[str, Any] = {
-            "loss": self.losses.values(), "loss_every": self.losses.every, "peak_gib": self._peak_gib(),
-            "world_size": self.world_size, "total_steps": self.clock.total_steps, "evidence": evidence,
-            "warmup_steps": self.settings.warmup_steps, "device": self.device.type,
-            "watch_us_per_step": cost_us(self.device) if self.clock.total_steps else None,
-        }  # fmt: skip
-        if window is None or window.steps == 0:
-            return Measurement(**common)
-        return Measurement(**common, **self._rates(window, owed_at_end))
+    def close(self) -> None:
+        """Nothing more will come: end whatever is still going on."""
+        if self._probe is not None:
+            self._probe.end()
+            self._probe = None
+        if self._extra is not None:
+            self._extra.end()
+            self._extra = None
+        if self.later is not None:
+            self.later.end(self.clock.total_steps)
+        self._close_window()
 
-    def _rates(self, window: Window, owed_at_end: int | None) -> dict[str, Any]:
-        rate, drained = window.samples / window.wall_s, False
-        if self._owed_at_start is not None and owed_at_end is not None and window.batches:
-            # Batches that were made before the window and used in it are not the pipeline's work. The other way round,
-            # a queue that filled up, the loader outran the training, whose rate is what it used.
-            rate *= 1 - max(0, owed_at_end - self._owed_at_start) / window.batches
-            drained = True
-        step_ms = 1e3 * window.wall_s / window.steps
-        deciles = _deciles(window.step_s)
-        enough = window.batches >= 10 * self.clock.queued_batches or (drained and not self.clock.queued_batches)
-        parts = {**dict.fromkeys(PARTS), "data_wait": 1e3 * window.data_wait_s / window.steps}
-        return {
-            "steps": window.steps, "wall_ms": 1e3 * window.wall_s, "parts_ms": parts,
-            "samples_per_s": rate * self.world_size if window.samples else None,
-            "step_ms": {"mean": step_ms, "median": 1e3 * statistics.median(window.step_s),
-                        "p10": 1e3 * deciles[0], "p90": 1e3 * deciles[-1]},
-            "lead_ms": None if window.lead_s is None else 1e3 * window.lead_s,
-            "window_too_short": window.steps < 10 or not enough,
-            "usd_per_million_samples": self._usd_per_million(rate),
-            "global_batch": int(statistics.median(window.step_samples)) * self.world_size or None,
-        }  # fmt: skip
+    def stop(self) -> None:
+        """Give up: nothing of ours goes on, and nothing more is measured. Harmless after ``close``."""
+        looks = [look for look in (self._probe, self._extra) if look is not None]
+        self._probe = self._extra = None
+        self._probes.clear()
+        self._extras.clear()
+        for look in looks:
+            with suppress(Exception):  # what fails may be the very reason for giving up
+                look.end()
+        self.marks.around_body = self.marks.around_forward = self.marks.ranges = None
+        for clock in (self.clock, self.marks.clock):
+            clock.stop()
+        if self.board is not None:
+            self.board.stop()
 
-    def _usd_per_million(self, samples_per_s_and_rank: float) -> float | None:
-        price = self.settings.usd_per_gpu_hour
-        if price is None or self.device.type != "cuda" or not samples_per_s_and_rank:
-            return None
-        return price * 1e6 / (3600 * samples_per_s_and_rank)  # ranks cancel: each has one GPU and its share of samples
+    # -- its stages -----------------------------------------------------------------------------------------------
 
-    def _peak_gib(self) -> float | None:
-        return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+    def _turn(self) -> None:
+        """Between two steps: go on to the next stage where it is time."""
+        if self._probe is not None:
+            self._probe.end()
+            self._probe = None
+        if self.clock.open and self._is_over():
+            self._close_window()
+            self._next_extra()
+        elif self._extra is not None:
+            if self._extra_steps >= self._extra.steps:
+                self._extra.end()
+                self._next_extra()
+        elif self.later is not None and self.clock.closed:
+            self.later.between_steps(self.clock.total_steps)
+
+    def _begin_probe(self) -> None:
+        if self._probes and (probe := self._probes.pop(self.clock.total_steps, None)) is not None:
+            self._probe = probe
+            probe.begin()
+
+    def _next_extra(self) -> None:
+        self._extra, self._extra_steps = self._extras.popleft() if self._extras else None, 0
+        if self._extra is not None:
+            self._extra.begin()
+
+    def _opens(self) -> None:
+        self._opened_at = time.monotonic()
+        self.owed = (self._owed(), None)
+        if self.board is not None:
+            self.board.start()
+
+    def _is_over(self) -> bool:
+        done, passed = self.clock.total_steps, self.clock.account
+        long_enough = passed.batches >= 10 * self.clock.queued_batches
+        if time.monotonic() - self._opened_at > LONGEST_S and long_enough:
+            return True
+        if not self._extras:
+            return False
+        if self.ends_at is not None and done >= self.ends_at - sum(extra.steps for extra in self._extras) - 1:
+            return True
+        return passed.steps >= ENOUGH_STEPS and long_enough and self.ends_at is None
+
+    def _close_window(self) -> None:
+        if not self.clock.open:
+            return
+        self.owed = (self.owed[0], self._owed())
+        self.window, self.hooks_s = self.clock.close(), dict(self.marks.hooks_s)
+        if self.board is not None:
+            self.board_seen = self.board.stop()
+        if self.later is not None:
+            self.later.reference(self.window, self.clock.total_steps)
 
 
-def _deciles(values: tuple[float, ...]) -> list[float]:
-    return statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iterator[str]:
+    """The actions of one batch as Lightning names them, without any callback."""
+    yield from (f"[Strategy]{strategy}.batch_to_device", f"[LightningModule]{module}.on_train_batch_start", BODY,
+                f"[LightningModule]{module}.optimizer_step", f"[Strategy]{strategy}.training_step",
+                f"[LightningModule]{module}.optimizer_zero_grad", f"[LightningModule]{module}.on_before_backward",
+                f"[Strategy]{strategy}.backward", f"[LightningModule]{module}.on_after_backward",
+                f"[LightningModule]{module}.on_before_optimizer_step",
+                f"[LightningModule]{module}.configure_gradient_clipping",
+                f"[LightningModule]{module}.on_train_batch_end")  # fmt: skip
 
 
-def cost_us(device: torch.device, steps: int = 300) -> float:
-    """Microseconds of our own code per step, measured by making one step's marks on a watch of its own."""
+@contextmanager
+def _inside(profiler: Any, names: Sequence[str]) -> Iterator[None]:
+    with profiler.profile(names[0]):
+        yield
+
+
+def cost_us(device: torch.device, steps: int = 400) -> float:
+    """Microseconds of our own code per step, measured by making the marks of steps of one batch on a watch of its own."""
+    from lightning.pytorch.profilers import PassThroughProfiler
+
     watch = Watch(device, WatchSettings(warmup_steps=0))
+    profiler: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
     loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
-    begun = time.perf_counter()
-    for _ in range(steps):
+    names = list(actions())
+    inside = names[names.index(BODY) + 1 : -1]
+
+    def step() -> None:
         watch.ask()
         watch.got()
+        for name in names[: names.index(BODY)]:
+            with profiler.profile(name):
+                pass
+        with profiler.profile(BODY):
+            for name in inside:
+                with profiler.profile(name):
+                    pass
+        with profiler.profile(names[-1]):
+            pass
         watch.batch_end(loss, batch, step_ends=True, batches_per_step=1)
+
+    for _ in range(3):
+        step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step()
     spent = time.perf_counter() - begun
-    watch.clock.close()
+    watch.close()
     return spent / steps * 1e6

@@ -30,7 +30,7 @@ def run(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | 
     config = load(conf, more=more, overrides=overrides)
     place = claim(config.name, out, force=force) if first_rank() else Place(unclaimed(config.name, out))
     try:
-        with _explained(config, place.path):
+        with explained(config, place.path):
             from fastloop.bridge.training import train  # here, so that a wrong key is reported before torch is imported
 
             loop = train(config, place.path, trust_checkpoint=trust_checkpoint)
@@ -56,7 +56,7 @@ def first_rank() -> bool:
 
 
 @contextlib.contextmanager
-def _explained(config: Config, where: Path) -> Iterator[None]:
+def explained(config: Config, where: Path) -> Iterator[None]:
     """End a training that raised or was stopped with what happened and where the part before it is; no secret in it."""
     hide = Scrubber(config.values).text
     report = where / "report.md"
@@ -89,7 +89,7 @@ def _written(path: Path) -> int | None:
 def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     """A dry run: what each rung would do; trains nothing."""
     config = load(conf, more=more, overrides=overrides)
-    with _explained(config, Path(os.devnull)):
+    with explained(config, Path(os.devnull)):
         from fastloop.bridge.dryrun import dry_run
 
         dry = dry_run(config)

@@ -1,72 +1,57 @@
-"""Step times on one clock: host marks and a chain of device events, without a synchronisation inside the window.
+"""The step on one clock: host marks and a chain of device events, without a synchronisation inside the window.
 
-A step runs from the moment the loop asks for its first batch to the moment it asks for the next step's. At each
-such boundary `p` the host notes `h_p` and the device will reach `d_p`. The device waits for data only where the host
-got the batch after the device had nothing left to do: `max(0, h_b - d_a)` for a fetch from `a` to `b`. Device times
-are brought to the host's clock by one synchronisation before the window. On the CPU both clocks are one.
+At each mark `p` the host notes `h_p`; the device reaches it at `d_p`. A step runs from the moment its predecessor's
+work was issued to the moment its own is, `T = (d_N - d_0) / N`. A stretch in which the host launches nothing, from `a`
+to `b`, starves the device for `max(0, h_b - d_a)`; a phase that launches takes `d_b - d_a`. Device times are brought to
+the host's clock by one synchronisation before the window. After it two truths keep the clocks together: the device
+reaches no mark before the host made it, nor after the host has seen it reached. On the CPU both clocks are one.
+
+One event a batch is always recorded, where its work is issued; the phases between only in some steps, drawn by a
+generator of our own, because an event costs microseconds.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from array import array
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-KEPT_STEPS = 10_000
-"""Step times kept for the quantiles: the latest ones."""
+from fastloop.evidence.parts import COMPUTE, KEPT_STEPS, RARE, Account, Window
+from fastloop.evidence.processor import off_cpu_s
+
+__all__ = ["COMPUTE", "KEPT_STEPS", "RARE", "Clock", "Window"]
 
 now = time.perf_counter
 
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """What the clock measured between the first and the last boundary, in seconds."""
-
-    steps: int
-    batches: int
-    samples: int
-    wall_s: float
-    data_wait_s: float
-    """Time in which the device had nothing to do because a batch was not there."""
-    step_s: tuple[float, ...]
-    lead_s: float | None
-    step_samples: tuple[int, ...]
+IDLE = "host_other"
+FIRST_IN_DETAIL = 8
+"""Steps of the window's beginning that are all marked in detail, so that a short window has some."""
+EVERY = {"cuda": 10, "cpu": 4}
+"""After those, one step in so many on average."""
 
 
-class _Ring:
-    """The latest values, in fixed memory."""
-
-    def __init__(self, typecode: Literal["d", "q"]) -> None:
-        self.values: array[Any] = array(typecode)
-        self._next = 0
-
-    def add(self, value: float) -> None:
-        if len(self.values) < KEPT_STEPS:
-            self.values.append(value)
-        else:
-            self.values[self._next] = value
-            self._next = (self._next + 1) % KEPT_STEPS
-
-
-@dataclass
-class _Fetch:
-    asked: float
+@dataclass(slots=True)
+class _Mark:
+    at: float
     event: Any
-    ended: tuple[int, int] | None
-    """Batches and samples of the step that ends here; None inside a step."""
-    got: float = 0.0
+    phase: str
+    """The phase that begins here."""
+    body: bool
+    detailed: bool
+    off_cpu: float | None = None
+    kind: str = ""
+    """got: the loop has its batch. issued: a batch's work is."""
+    ended: tuple[int, int, bool] | None = None
+    """Batches, samples, and whether in detail, of the step that ends here."""
+    samples: int | None = None
 
 
 class Clock:
-    """Marks the loop calls, device or not. Not thread-safe; one per fit and rank.
-
-    The step that the synchronisation before the window falls into is left out, for it drained the device; so is the
-    last one, whose end is no call for a next batch but the end of the training.
+    """Marks the loop's calls, device or not. Not thread-safe; one per fit and rank.
 
     Args:
         device: where the steps run.
@@ -76,120 +61,174 @@ class Clock:
 
     def __init__(self, device: torch.device, warmup_steps: int, queued_batches: int = 0) -> None:
         self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
+        self.on_device = device.type == "cuda"
         self.total_steps = 0
-        self.open = False
-        """Whether the window has begun."""
-        self._batches_seen = 0
-        self._at_boundary = True
-        self._step_batches = self._step_samples = 0
-        self._pending: deque[_Fetch] = deque()
+        self.open = self.closed = False
+        """Whether the window has begun, and whether it is over."""
+        self.detailed = True
+        """Whether the phases of the present step are marked."""
+        self.phase = self._base = IDLE
+        self.in_body = False
+        """The loop has a batch and its work is not issued yet."""
+        self.account = Account()
+        self._batches_seen = self._step_batches = self._step_samples = 0
+        self._asked = False
+        self._stack: list[str] = []
+        self._draw, self._until_detail, self._opened_at = random.Random(0), 0, 0
+        self._marks: deque[_Mark] = deque()
+        self._issued: _Mark | None = None
         self._spare: list[Any] = []
-        self._fetch: _Fetch | None = None
         # What the settled marks say, in seconds on the host's clock.
-        self._to_skip = 1 if device.type == "cuda" else 0
-        self._start: float | None = None
-        self._last_boundary = self._device_now = 0.0
+        self._last = _Mark(0.0, None, IDLE, False, True)
+        self._position = self._event_at = 0.0
         self._last_event: Any = None
-        self._steps = self._batches = self._samples = 0
-        self._wait = self._step_wait = 0.0
-        self._step_s, self._leads, self._samples_of = _Ring("d"), _Ring("d"), _Ring("q")
+
+    # -- the host's side ------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
         """The loop asks for a batch."""
-        boundary, self._at_boundary = self._at_boundary, False
         if not self.open:
-            if not boundary or not self._warm():
+            if self.closed or not self._warm():
                 return
             self._begin()
-        ended = None
-        if boundary:
-            ended = (self._step_batches, self._step_samples)
-            self._step_batches = self._step_samples = 0
-        self._fetch = _Fetch(now(), self._event(), ended)
+        self._asked = True
+        self.enter("epoch_gap" if self._base == "epoch_gap" else "data_wait")
 
     def got(self) -> None:
         """The loop has its batch."""
-        if self._fetch is not None:
-            self._fetch.got = now()
-            self._pending.append(self._fetch)
-            self._fetch = None
-            self._harvest(wait=False)
+        if not self._asked:
+            return
+        self._asked = False
+        if self._stack and self._stack[-1] != self._base:  # training_step fetches for itself
+            return self.leave()
+        self._stack.clear()
+        self._base, self.in_body = IDLE, True
+        self._switch(IDLE, kind="got")
+        return self._harvest()
+
+    def enter(self, phase: str) -> None:
+        """A phase begins inside the present one."""
+        self._stack.append(self.phase)
+        self._switch(phase)
+
+    def leave(self) -> None:
+        """It ends."""
+        self._switch(self._stack.pop() if self._stack else self._base)
+
+    def rest(self, phase: str) -> None:
+        """What is not marked otherwise is `phase`, until the next batch is there."""
+        self._base = phase
+        self._stack.clear()
+        self._switch(phase)
+
+    def body(self) -> None:
+        """A batch's work begins."""
+        if self.open and not self.in_body:
+            self._stack.clear()
+            self._base, self.in_body = IDLE, True  # no batch was fetched before it: an epoch's gap ends here
+            self._switch(IDLE)
+
+    def issued(self) -> None:
+        """A batch's work is issued."""
+        if self.open:
+            self._stack.clear()
+            self.in_body = False
+            self._switch(IDLE, kind="issued")
+            self._issued = self._marks[-1]
 
     def batch_done(self, samples: int | None, step_ends: bool) -> None:
         """The loop is done with a batch, and with an optimizer step if `step_ends`."""
         self._batches_seen += 1
         self._step_batches += 1
         self._step_samples += samples or 0
-        if step_ends:
-            self._at_boundary = True
-            self.total_steps += 1
+        if self._issued is not None:
+            self._issued.samples = samples
+        if not step_ends:
+            return
+        self.total_steps += 1
+        if self._issued is not None:
+            self._issued.ended = (self._step_batches, self._step_samples, self.detailed)
+            self.detailed = self._in_detail()
+        self._step_batches = self._step_samples = 0
 
     def close(self) -> Window | None:
-        """End the window (one synchronisation) and say what was measured; None where no step was measured."""
+        """End the window (one synchronisation) and say what was measured; None where no step was."""
         if not self.open:
             return None
-        self._fetch = None
-        self._harvest(wait=True)
-        self.open = False
-        if self._start is None or not self._steps:
-            return None
-        leads = self._leads.values
-        return Window(
-            steps=self._steps, batches=self._batches, samples=self._samples, wall_s=self._last_boundary - self._start,
-            data_wait_s=self._wait, step_s=tuple(self._step_s.values), step_samples=tuple(self._samples_of.values),
-            lead_s=median(leads) if leads and self.device.type == "cuda" else None,
-        )  # fmt: skip
+        if self.on_device:
+            torch.cuda.synchronize(self.device)
+        self._harvest()
+        self.stop()
+        return self.account.window(self.on_device)
+
+    def stop(self) -> None:
+        """Mark nothing more."""
+        self.open, self.closed, self._issued = False, True, None
+        self._marks.clear()
 
     def _warm(self) -> bool:
-        return self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
+        boundary = self._step_batches == 0
+        return boundary and self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
 
     def _begin(self) -> None:
-        self.open = True
-        if self.device.type == "cuda":
+        self.open, self._opened_at = True, self.total_steps
+        if self.on_device:
             torch.cuda.synchronize(self.device)
             self._last_event = self._event()
-        self._device_now = now()
+        self._position = self._event_at = now()
+        self._last = _Mark(self._position, None, self.phase, self.in_body, True)
+
+    def _in_detail(self) -> bool:
+        if self.total_steps - self._opened_at <= FIRST_IN_DETAIL:
+            return True
+        if self._until_detail <= 0:
+            self._until_detail = self._draw.randint(1, 2 * EVERY.get(self.device.type, 4) - 1)
+        self._until_detail -= 1
+        return not self._until_detail
+
+    def _switch(self, phase: str, kind: str = "") -> None:
+        before, self.phase = self.phase, phase
+        if not self.open:
+            return
+        always = kind == "issued" or phase in RARE or before in RARE
+        event = self._event() if self.on_device and (self.detailed or always) else None
+        compute = self.detailed and (phase in COMPUTE or before in COMPUTE)
+        self._marks.append(_Mark(now(), event, phase, self.in_body, self.detailed,
+                                 off_cpu_s() if compute else None, kind))  # fmt: skip
 
     def _event(self) -> Any:
-        if self.device.type != "cuda":
-            return None
         event: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _harvest(self, wait: bool) -> None:
-        """Settle the marks the device has passed. Without `wait`, only those that cost no waiting."""
-        if wait and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
-            self._settle(self._pending.popleft())
+    # -- the device's side ----------------------------------------------------------------------------------------
 
-    def _settle(self, fetch: _Fetch) -> None:
-        if fetch.event is None:
-            self._device_now = fetch.asked
+    def _harvest(self) -> None:
+        """Settle the marks the device has passed, and no others: that would wait for it."""
+        marks = self._marks
+        while marks and (marks[0].event is None or marks[0].event.query()):
+            self._settle(marks.popleft(), now())
+
+    def _settle(self, mark: _Mark, seen_at: float) -> None:
+        before = self._last
+        starved = max(0.0, mark.at - self._position)
+        if mark.kind == "got":
+            self.account.lead(max(0.0, self._position - mark.at))
+        if mark.event is None:
+            position = max(self._position, mark.at)
         else:
             # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
-            self._device_now += self._last_event.elapsed_time(fetch.event) / 1e3
+            reached = self._event_at + self._last_event.elapsed_time(mark.event) / 1e3
+            position = max(self._position, mark.at, min(reached, seen_at))
             self._spare.append(self._last_event)
-            self._last_event = fetch.event
-        if fetch.ended is not None:
-            self._cross(*fetch.ended)
-        if self._start is not None:
-            self._leads.add(self._device_now - fetch.asked)
-            self._step_wait += max(0.0, fetch.got - self._device_now)
-
-    def _cross(self, batches: int, samples: int) -> None:
-        """The device passes from one step to the next."""
-        if self._start is not None:
-            self._steps += 1
-            self._batches += batches
-            self._samples += samples
-            self._wait += self._step_wait
-            self._step_s.add(self._device_now - self._last_boundary)
-            self._samples_of.add(samples)
-        elif self._to_skip:
-            self._to_skip -= 1
-            return
-        else:
-            self._start = self._device_now
-        self._step_wait, self._last_boundary = 0.0, self._device_now
+            self._last_event, self._event_at = mark.event, position
+        if self.account.start is not None:
+            self.account.stretch(before.phase, before.body, before.detailed, span=position - self._position,
+                                 starved=starved, host=mark.at - before.at)  # fmt: skip
+            if before.phase in COMPUTE and before.off_cpu is not None and mark.off_cpu is not None:
+                self.account.blocked(mark.off_cpu - before.off_cpu)
+        if mark.kind == "issued":
+            self.account.issued(max(0.0, position - mark.at), mark.samples or 0)
+        if mark.ended is not None:
+            self.account.step_ends(position, *mark.ended)
+        self._position, self._last = position, mark

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastloop.measurement import Measurement
 from fastloop.records import Finding, Plan, Verdict
-from fastloop.report import markdown
+from fastloop.report import html, markdown
 
 SCHEMA = 1
 
@@ -96,13 +96,31 @@ def write(directory: Path, contents: Mapping[str, str]) -> None:
 
 def run_files(
     *, config_yaml: str, changed_yaml: str, environment: Mapping[str, Any], plan: Plan, seen: Measurement,
-    verdicts: Sequence[Verdict], findings: Sequence[Finding], left_out: str = "",
+    verdicts: Sequence[Verdict], findings: Sequence[Finding], left_out: str = "", name: str = "",
+    titles: Sequence[str] = (), then: Sequence[str] = (), later: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
-    """Names and texts of everything a run directory holds."""
+    """Names and texts of everything a run directory holds.
+
+    Where the page cannot be made (jinja2 is missing, say), there is no report.html, and report.md says why.
+
+    Args:
+        name: of the recipe or configuration; this, ``titles``, ``then`` and ``later`` as ``summary.lines`` takes them.
+    """
+    told: dict[str, Any] = {"changed_yaml": changed_yaml, "environment": environment, "left_out": left_out,
+                            "name": name, "titles": titles, "then": then, "later": later}  # fmt: skip
+    page, note = _page(seen, plan, verdicts, findings, told)
     return {
         "config.resolved.yaml": config_yaml, "config.diff.yaml": changed_yaml, "env.json": dump(environment),
         "plan.json": dump(plan_json(plan)), "measurement.json": dump(measurement_json(seen)),
         "verdicts.json": dump(verdicts_json(verdicts)), "findings.json": dump(findings_json(findings)),
-        "report.md": markdown.report(seen, plan, verdicts, findings, changed_yaml=changed_yaml,
-                                     environment=environment, left_out=left_out),
+        "report.md": markdown.report(seen, plan, verdicts, findings, **told, note=note), **page,
     }  # fmt: skip
+
+
+def _page(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: Sequence[Finding],
+          told: Mapping[str, Any]) -> tuple[dict[str, str], str]:  # fmt: skip
+    """report.html, or nothing and the reason: a report for the eyes must not cost the other files."""
+    try:
+        return {"report.html": html.report(seen, plan, verdicts, findings, **told)}, ""
+    except Exception as error:
+        return {}, f"There is no report.html: {type(error).__name__}: {error}"

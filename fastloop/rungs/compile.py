@@ -41,7 +41,7 @@ class Compile:
         if not facts.compile_targets:
             raise NotApplicable("no inner module to compile: the LightningModule holds no submodule with parameters")
         several = facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled
-        if self.mode in CUDA_GRAPHS and facts.device == "cuda" and several:
+        if several and self.mode in CUDA_GRAPHS and facts.device == "cuda":
             raise NotApplicable(f"mode {self.mode} replays CUDA graphs, which overwrite gradients under accumulation;"
                                 " write mode: default")  # fmt: skip
         names = [name or "the module's own forward" for name in facts.compile_targets]

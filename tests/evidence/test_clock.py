@@ -61,6 +61,7 @@ def drive(clock: Clock, machine: Machine, steps: int, *, loader: float = 0.0, la
             machine.host += loader
             clock.got()
             machine.launch(launch, device)
+            clock.issued()
             clock.batch_done(samples, step_ends=batch == batches - 1)
 
 
@@ -108,14 +109,14 @@ def test_the_step_and_the_wait_on_the_cpu(monkeypatch: pytest.MonkeyPatch, times
 
 
 @pytest.mark.parametrize(("times", "lead"), [
-    ({"device": 40, "loader": 60}, 40.0),  # at the next call for data the device has just begun
-    ({"device": 40, "loader": 5, "launch": 50}, 40.0),
-    ({"device": 1, "loader": 60}, 1.0),  # starved: nearly none
-    ({"device": 40, "loader": 1, "launch": 1}, 500.0),  # the device is the limit: as far as the driver allows
+    ({"device": 40, "loader": 60}, 0.0),  # starved: the device has nothing left when the batch comes
+    ({"device": 40, "loader": 5, "launch": 50}, 35.0),
+    ({"device": 1, "loader": 0.5, "launch": 50}, 0.5),  # bound by launches: nearly none
+    ({"device": 40, "loader": 1, "launch": 1}, 499.0),  # the device is the limit: as far as the driver allows
 ])  # fmt: skip
 def test_the_lead(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any], lead: float) -> None:
     window = measured(monkeypatch, CUDA, steps=100, **times)
-    assert window.lead_s is not None and 1e3 * window.lead_s == pytest.approx(lead, rel=0.05)
+    assert window.lead_s is not None and 1e3 * window.lead_s == pytest.approx(lead, rel=0.05, abs=1e-3)
 
 
 def test_synchronisations_only_around_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +161,7 @@ def test_a_partial_last_step_counts_in_nothing(monkeypatch: pytest.MonkeyPatch, 
         clock.got()
         if partial:  # the rest of this step never comes, after a long wait for its second batch
             machine.launch(5, 10)
+            clock.issued()
             clock.batch_done(8, step_ends=False)
             clock.ask()
             machine.host += 5000
@@ -188,7 +190,7 @@ def test_a_pause_is_in_the_wall_time_but_no_wait_for_data(monkeypatch: pytest.Mo
 def test_memory_stays_bounded_over_many_steps(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
     machine, clock = Machine(monkeypatch, most_ahead=80), Clock(where, warmup_steps=0)
     drive(clock, machine, 100_000, loader=1, launch=1, device=0 if where is CPU else 4)
-    assert len(clock._pending) < 100 and len(clock._spare) < 100 and machine.events < 100
+    assert len(clock._marks) < 200 and len(clock._spare) < 100 and machine.events < 200
     window = clock.close()
     assert window is not None and window.steps > 99_990
     assert len(window.step_s) == len(window.step_samples) == KEPT_STEPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,35 @@ def test_clearing_takes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> No
     files.clear(tmp_path)
     files.clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def made(**more: Any) -> dict[str, str]:
+    return files.run_files(config_yaml="", changed_yaml="a: 1\n", environment={"schema": 1}, plan=PLAN, seen=SEEN,
+                           verdicts=(), findings=(WAITS,), **more)  # fmt: skip
+
+
+def test_a_run_s_files() -> None:
+    contents = made(name="my net", titles=("A TITLE",), then=("pin",), later=("amp",))
+    assert list(contents) == [name for name in files.NAMES if name in contents] and len(contents) == 9
+    for name in ("report.md", "report.html"):
+        assert "my net" in contents[name] and "a: 1" in contents[name] and "pin" in contents[name]
+    assert "A TITLE" in contents["report.md"] and "A title" in contents["report.html"]
+    assert "There is no report.html" not in contents["report.md"]
+
+
+@pytest.mark.parametrize("reason", ["jinja2 is missing", "the template is missing"])
+def test_without_a_page_there_are_the_other_files_and_the_reason(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    if reason == "jinja2 is missing":
+        monkeypatch.setitem(sys.modules, "jinja2", None)
+    else:
+        monkeypatch.setattr(files.html.resources, "files", lambda package: Path("nowhere"))
+    contents = made()
+    assert "report.html" not in contents and len(contents) == 8
+    last = contents["report.md"].strip().splitlines()[-3]
+    told = "ModuleNotFoundError: import of jinja2" if reason == "jinja2 is missing" else "FileNotFoundError"
+    assert last.startswith(f"There is no report.html: {told}")
 
 
 def test_json_is_read_back_as_it_was() -> None:

@@ -11,7 +11,8 @@ import pytest
 from fastloop.ladder import Ladder
 from fastloop.measurement import Measurement
 from fastloop.records import Change, Finding, Plan, Step, Verdict
-from fastloop.report import markdown
+from fastloop.report import markdown, readings
+from tests.report import samples
 from tests.report.test_summary import BOAST, SEEN, WAITS, planned
 
 MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
@@ -60,7 +61,7 @@ def test_every_table_has_as_many_cells_in_each_row_as_in_its_head() -> None:
     findings = [dataclasses.replace(WAITS, why=NASTY), Finding(bottleneck="none", share_pct=None, why="x")]
     text = made(plan=planned("amp"), verdicts=verdicts, findings=findings)
     found = tables(text)
-    assert [(len(table), len(table[0])) for table in found] == [(11, 2), (3, 5), (4, 4), (7, 2)]
+    assert [(len(table), len(table[0])) for table in found] == [(16, 2), (14, 4), (3, 5), (4, 4), (7, 2)]
     assert [row for table in found for row in table if len(row) != len(table[0])] == []
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith(" |")
@@ -68,7 +69,7 @@ def test_every_table_has_as_many_cells_in_each_row_as_in_its_head() -> None:
 
 def test_reasons_are_shown_as_they_were_written() -> None:
     text = made(plan=planned("amp"), verdicts=[Verdict(rung="amp", took=True, why=NASTY)])
-    table = tables(text)[2]
+    table = tables(text)[3]
     assert table[1] == ["amp", "yes", " ".join(NASTY.split()), "exact"]
     assert markup(sections(text)["Rungs"]) == set()
     assert "num_workers" in text, "an underscore inside a word needs no escape and is easier to read without"
@@ -101,7 +102,9 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
         "steps in the window": "0 of 3, too short to be sure of", "ended": "normally", "step time, mean": "n/a",
         "median (p10 to p90)": "n/a (n/a to n/a)", "of which waiting for data": "n/a", "watching cost": "n/a",
         "samples per second, all ranks": "n/a", "samples per step, all ranks": "n/a", "peak device memory": "n/a",
-        "host runs ahead of the device by": "n/a",
+        "host runs ahead of the device by": "n/a", "device work left when a step is issued": "n/a",
+        "host blocked in forward, backward, optimizer": "n/a", "samples per loader batch, one rank": "n/a",
+        "precision": "n/a", "devices": "1x cpu",
     }  # fmt: skip
     assert sections(text)["Loss"].strip() == "n/a"
     assert "nothing was watched" in sections(text)["Findings"]
@@ -113,9 +116,9 @@ def test_what_was_measured() -> None:
     assert values["step time, mean"] == "10.040 ms" and values["median (p10 to p90)"] == "10.000 ms (9.000 to 12.000)"
     assert values["samples per step, all ranks"] == "1,024" and values["peak device memory"] == "1.50 GiB"
     assert values["steps in the window"] == "40 of 60" and values["watching cost"] == "3.4 us a step"
-    row = tables(made())[1][1]
+    row = tables(made())[2][1]
     assert row[1] == "82.0" and row[3] == "rungs.workers {enabled: true, count: 3}"
-    assert row[4] == "at most +400 % (estimate, not measured)"
+    assert row[4] == "at most +400 %, 6,173 samples/s (estimate, not measured)"
 
 
 def test_partial_is_said_twice() -> None:
@@ -141,11 +144,37 @@ def test_where_it_ran() -> None:
     assert values == {"GPUs": "none", "CPUs usable": "n/a", "commit": "n/a", "float32 matrix products": "n/a"}
 
 
+@pytest.mark.parametrize("run", sorted(samples.RUNS))
+def test_every_sample_is_drawn_whole(run: str) -> None:
+    seen, findings, verdicts, plan, name = samples.RUNS[run]()
+    text = made(seen, plan, verdicts, findings, name=name, environment=samples.ENVIRONMENT, note="a *note*")
+    found = tables(text)
+    assert [row for table in found for row in table if len(row) != len(table[0])] == []
+    assert found and markup(text) <= {"code_inline", "strong_open", "strong_close"} and "a \\*note\\*" in text
+    titles = [table.title for table in readings.tables(seen)]
+    assert [title for title in titles if f"\n## {title}\n" not in text] == []
+    shown = {cell for table in found for row in table for cell in row}
+    wanted = {" ".join(cell.split()) for table in readings.tables(seen) for row in table.rows for cell in row}
+    assert run == "hostile" or wanted <= shown, wanted - shown
+
+
+def test_details_stand_below_the_findings() -> None:
+    text = made(findings=[dataclasses.replace(WAITS, detail=("train.py:8 Tensor.item()", "hot", "<b>"))],
+                seen=dataclasses.replace(SEEN, state=("hot",)))  # fmt: skip
+    assert sections(text)["Findings"].rstrip().endswith("* data_wait: train.py:8 Tensor.item()\n* data_wait: \\<b>")
+    assert sections(text)["What these figures depend on"].strip() == "* hot"
+
+
+def test_next_steps_and_titles_are_said() -> None:
+    text = made(then=("pin",), later=("amp",), titles=("A TITLE",), name="net")
+    assert "fastloop A TITLE   net" in text and "THEN     pin     LATER  amp" in text
+
+
 def test_an_empty_run_has_every_section() -> None:
     text = made(Measurement(), findings=(), changed_yaml="", environment={}, left_out="* `rungs.pin`: x")
     assert list(sections(text)) == [
-        "The step", "Findings", "Rungs", "Loss", "Configuration that differs from the baseline", "Where it ran",
-        "Left out, and how to try it",
+        "The step", "The parts of the step", "Findings", "Rungs", "Loss",
+        "Configuration that differs from the baseline", "Where it ran", "Not measured", "Left out, and how to try it",
     ]  # fmt: skip
     assert text.startswith("# fastloop report\n\n```\nfastloop NOT MEASURED") and text.endswith(f"{DISCLAIMER}\n")
     assert "Left out" not in made()

@@ -1,0 +1,58 @@
+"""The pulse of a training in a child process: the step it is at, for whoever waits for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.training import ProgressLines
+
+EVERY_S = 0.5
+
+
+class Beats(Callback):
+    """Writes ``step steps`` into a file, at most twice a second, on the first rank.
+
+    A slow training is not a hung one: each batch counts, also of a validation, and so does each stage it gets to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._next = 0.0
+
+    @classmethod
+    def into(cls, trainer: Any, path: Path) -> None:
+        """Let a Trainer beat, in place of the lines for people that nobody would read."""
+        trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, ProgressLines)] + [cls(path)]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if time.monotonic() >= self._next:
+            self._beat(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        if time.monotonic() >= self._next:
+            self._beat(trainer)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._beat(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._beat(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._beat(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._beat(trainer)
+
+    def _beat(self, trainer: Any) -> None:
+        self._next = time.monotonic() + EVERY_S
+        if not trainer.is_global_zero:
+            return
+        try:
+            self.path.write_text(f"{trainer.global_step} {trainer.max_steps}\n")
+        except OSError:  # a full disk; the training may still end
+            return

@@ -1,0 +1,253 @@
+"""Trainings with one cost taken away, to see how fast the rest is. For disposable processes only: nothing is undone.
+
+``replayed``     a few batches that were loaded before the first step, from host memory, again and again
+``resident``     the same on the device: no loader and no copy
+``no_exchange``  ranks that keep their gradients to themselves
+
+Loops, rungs, batch sizes and steps are those of the configuration; what is learned is worthless. Batches are taken from
+the loader as the rungs have it, so they are pinned, merged and fed ahead as in the training that they are a ceiling of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fastloop import facts as machine
+from fastloop.bridge import survey, training
+from fastloop.bridge.beats import Beats
+from fastloop.bridge.callback import FastLoop
+from fastloop.config import Config
+from fastloop.errors import FastLoopError
+from fastloop.feeds.device import DeviceFeed
+from fastloop.feeds.loader import LazyLoader
+from fastloop.feeds.tree import map_tensors, samples, tensors
+
+Ceiling = Literal["replayed", "resident", "no_exchange"]
+
+FEWEST, MOST = 2, 8
+"""Batches to replay. One alone would stay in the processor's caches."""
+MEMORY_SHARE = 1 / 32
+"""Share of the host's, and of the device's free memory that they may take, over the ranks of a machine."""
+
+
+def train(config: Config, out: Path, variation: str, *, beat: Path | None = None, hunt_syncs: bool = False) -> FastLoop:
+    """One training as configured, or with one cost taken away.
+
+    Args:
+        variation: a Ceiling, or ``as_it_is``.
+        beat: the file that gets the step, see `beats.py`.
+
+    Raises:
+        FastLoopError: as `training.train`, and where this training has no such cost or it cannot be taken away.
+    """
+
+    def prepare(trainer: Any, loop: FastLoop) -> None:
+        # Of the trial's own files, which are in the directory before the logger's.
+        warnings.filterwarnings("ignore", message=".*Experiment logs directory")
+        loop.hunt_syncs = hunt_syncs
+        if beat is not None:
+            Beats.into(trainer, beat)
+        if variation in ("replayed", "resident"):
+            replay(trainer, on_device=variation == "resident")
+        elif variation == "no_exchange":
+            trainer.callbacks.append(NoExchange())
+
+    return training.train(config, out, prepare=prepare)
+
+
+def replay(trainer: Any, *, on_device: bool = False, change: Callable[[list[Any]], list[Any]] | None = None) -> None:
+    """Let a Trainer's next fit train on replayed batches.
+
+    Args:
+        change: what becomes of the batches before they are replayed.
+    """
+    trainer.strategy.process_dataloader = _Substitution(trainer, on_device, change)
+
+
+class Replay:
+    """Stands in for a loader: as many batches an epoch as it has, but always the same few.
+
+    Args:
+        inner: the loader that the batches came from; whatever else is asked of it is answered by it.
+        given: what the Trainer was given, for a reload.
+        each: called with the number of the batch before it is handed out.
+    """
+
+    num_workers = 0
+    prefetch_factor = None
+
+    def __init__(self, inner: Any, batches: list[Any], *, given: Any, begin: Callable[[], None] = lambda: None,
+                 each: Callable[[int], Any] = bool) -> None:  # fmt: skip
+        self.inner, self.batches, self.given, self._begin, self._each = inner, batches, given, begin, each
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        length = _length(self.inner)
+        for number in itertools.count() if length is None else range(length):
+            self._each(number % len(self.batches))
+            yield _fresh(self.batches[number % len(self.batches)])
+
+
+class NoExchange(Callback):
+    """DDP that never synchronises: what ``no_sync()`` sets, for every backward. Buffers are then not broadcast either.
+
+    Source: torch/nn/parallel/distributed.py, ``require_backward_grad_sync``.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        model = trainer.strategy.model
+        if trainer.world_size < 2 or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise FastLoopError(got=f"{trainer.world_size} ranks of {type(trainer.strategy).__name__}",
+                                why="there is no exchange of DDP's to leave out",
+                                do="take this ceiling with DDP and two devices or more")  # fmt: skip
+        model.require_backward_grad_sync = False
+
+
+class _Substitution:
+    """What the strategy answers when Lightning asks about a loader."""
+
+    def __init__(self, trainer: Any, on_device: bool, change: Callable[[list[Any]], list[Any]] | None) -> None:
+        self.trainer, self.on_device, self._change = trainer, on_device, change
+        self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
+        """Batches and windows by the number of the loader: a reload loads nothing again."""
+        self._epoch, self._leaf = -1, -1
+
+    def __call__(self, dataloader: Any) -> Any:
+        strategy = self.trainer.strategy
+        given = dataloader.given if isinstance(dataloader, Replay) else dataloader
+        # By the class as it is now: FastLoop gives the strategy another one in its setup.
+        loader = type(strategy).process_dataloader(strategy, given)
+        if self.trainer.state.stage != "train":
+            return loader
+        if self.trainer.current_epoch != self._epoch:
+            self._epoch, self._leaf = self.trainer.current_epoch, -1
+        self._leaf += 1
+        return self._substitute(loader, given)
+
+    def _substitute(self, loader: Any, given: Any) -> Any:
+        feed = loader if isinstance(loader, DeviceFeed) else None
+        source = loader.inner if isinstance(loader, LazyLoader) else loader
+        sampler = _windows(self.trainer.strategy)
+        if self._leaf not in self._kept:
+            batches = _load(source, self._most(source))
+            sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
+            if self._change is not None:
+                batches = self._change(batches)
+            if self.on_device:
+                batches = [self._staged(batch, feed) for batch in batches[:FEWEST]]
+            self._kept[self._leaf] = batches, sizes
+        batches, sizes = self._kept[self._leaf]
+        if not batches:
+            return loader  # the training will say so
+        hooks: dict[str, Any] = {}
+        if sampler is not None:  # the micro-batches ask how the samples of each merged batch were drawn
+            hooks = {"begin": sampler.sizes.clear, "each": lambda number: sampler.sizes.append(sizes[number])}
+        stands_in = Replay(source, batches, given=given, **hooks)
+        if feed is None or self.on_device:
+            return stands_in
+        feed.inner = stands_in
+        return feed
+
+    def _most(self, source: Any) -> Callable[[Any], int]:
+        """How many batches like this one may be kept."""
+        ranks = max(1, self.trainer.num_devices)
+        room = (machine.memory_bytes() or 2**32) * MEMORY_SHARE / ranks
+
+        def most(batch: Any) -> int:
+            size = sum(tensor.nbytes for tensor in tensors(batch))
+            return max(FEWEST, min(MOST, int(room // max(1, size))))
+
+        return most
+
+    # -- on the device --------------------------------------------------------------------------------------------
+
+    def _staged(self, batch: Any, feed: DeviceFeed | None) -> Any:
+        """A batch as it is after its transfer; the user's hook after that runs at every step, as it does."""
+        strategy, trainer = self.trainer.strategy, self.trainer
+        if feed is not None:
+            return feed.stage(batch)
+        before = survey.hook_owner(trainer, "on_before_batch_transfer")
+        moves = survey.hook_owner(trainer, "transfer_batch_to_device")
+        if (before or moves) is not None and self._leaf > 0:
+            raise FastLoopError(got="several train loaders with transfer hooks", do="see the ceiling `replayed`",
+                                why="the hooks expect the batches of all loaders at once")  # fmt: skip
+        batch = strategy.precision_plugin.convert_input(batch)
+        if before is not None:
+            batch = _once(trainer, before)(batch, 0)
+        moved = (moves or strategy.lightning_module).transfer_batch_to_device(batch, strategy.root_device, 0)
+        if strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(strategy.root_device)
+        return moved
+
+
+def _once(trainer: Any, owner: Any) -> Callable[[Any, int], Any]:
+    """The user's on_before_batch_transfer, which from now on hands train batches through: they have had it."""
+    known = vars(owner).get("on_before_batch_transfer")
+    if isinstance(known, _HandsThrough):
+        return known.original
+    vars(owner)["on_before_batch_transfer"] = hands = _HandsThrough(trainer, owner.on_before_batch_transfer)
+    return hands.original
+
+
+class _HandsThrough:
+    def __init__(self, trainer: Any, original: Callable[[Any, int], Any]) -> None:
+        self.trainer, self.original = trainer, original
+
+    def __call__(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if self.trainer.state.stage == "train" else self.original(batch, dataloader_idx)
+
+
+def _windows(strategy: Any) -> Any:
+    """The sampler that merges accumulation windows, if the batch rung is at work."""
+    loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
+    return None if loaders is None else loaders.windows
+
+
+def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
+    """The first few batches of a loader, without an epoch's short last one; its workers are gone afterwards."""
+    iterator, wanted = iter(source), FEWEST
+    kept: list[Any] = []
+    while len(kept) < wanted:
+        try:
+            kept.append(next(iterator))
+        except StopIteration:
+            break
+        wanted = most(kept[0]) if len(kept) == 1 else wanted
+    ended = len(kept) < wanted or _length(source) == len(kept)
+    if ended and len(kept) > 1 and (samples(kept[-1]) or 0) < (samples(kept[0]) or 0):
+        kept.pop()
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+    if hasattr(source, "_iterator"):
+        source._iterator = None
+    return kept
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _fresh(batch: Any) -> Any:
+    """The same tensors in new containers: a step may take members out of the batch it gets."""
+    try:
+        return map_tensors(batch, lambda tensor: tensor)
+    except Exception:  # a container that cannot be built from its members is handed out as it is
+        return batch

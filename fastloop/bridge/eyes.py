@@ -1,0 +1,178 @@
+"""Everything that watches one fit on one rank: put together when it is set up, read when its training ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fastloop.bridge import live
+from fastloop.bridge.later import Later
+from fastloop.bridge.logmarks import LogMarks
+from fastloop.bridge.looks import CountWork, FindSyncs, HuntSyncs, Trace
+from fastloop.bridge.measuring import measured
+from fastloop.bridge.metrics import LiveMetrics
+from fastloop.bridge.profiler import WatchingProfiler
+from fastloop.bridge.ranks import LIMIT_S, PARTIAL_LIMIT_S, Ranks
+from fastloop.bridge.watch import Probe, Watch
+from fastloop.config import WatchSettings
+from fastloop.evidence import nvml, rates
+from fastloop.evidence.board import Board
+from fastloop.feeds.tree import samples
+from fastloop.measurement import Measurement
+
+COUNTED_STEP, SYNC_STEP = 1, 2
+"""Optimizer steps of the warm-up in which work is counted and synchronisations are looked for: not the first one, in
+which much happens for once."""
+
+
+class Eyes:
+    """Watches a fit through the Trainer's profiler calls. Issues no collective.
+
+    Args:
+        trainer: at ``setup``, when its strategy knows its device.
+        warn: takes a warning, a line.
+        hunt_syncs: find every synchronisation with its line and its cost, in a few steps after the timed ones.
+        place: the run's directory, asked for when there is something to put into it.
+    """
+
+    def __init__(self, trainer: Any, settings: WatchSettings, *, warn: Callable[[str], None], hunt_syncs: bool = False,
+                 place: Callable[[], Any] = lambda: None) -> None:  # fmt: skip
+        self.device: torch.device = trainer.strategy.root_device
+        on_cuda = self.device.type == "cuda"
+        self.uuid = nvml.uuid_of(self.device) if on_cuda else None
+        self.work, self.syncs = CountWork(), FindSyncs()
+        self.hunt = HuntSyncs(self.device) if hunt_syncs else None
+        self.trace = Trace(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
+        probes: dict[int, Probe] = {COUNTED_STEP: self.work, **({SYNC_STEP: self.syncs} if on_cuda else {})}
+        self.watch = Watch(self.device, settings, owed=lambda: live.batches_owed(trainer), probes=probes,
+                           board=Board(self.uuid) if on_cuda else None,
+                           extras=[extra for extra in (self.hunt, self.trace) if extra is not None])  # fmt: skip
+        self.watch.later = Later(self.device, warn=warn, switch=self._switch, read_board=self._read_board)
+        self._ranks: Ranks | None = None
+        self._live: LiveMetrics | None = None
+        self._logs: LogMarks | None = None
+        self._step = 0
+        self._told = (0, 0.0, 0.0, 0)
+
+    def attach(self, trainer: Any, asks: Callable[[], None], gets: Callable[[], None]) -> Callable[[], None]:
+        """Stand before the Trainer's profiler; returns the undo."""
+        before = trainer.profiler
+        trainer.profiler = ours = WatchingProfiler(before, asks, gets, self.watch.marks.profile)
+
+        def undo() -> None:
+            if trainer.profiler is ours:
+                trainer.profiler = before
+
+        return undo
+
+    def train_start(self, trainer: Any, module: Any) -> list[Callable[[], None]]:
+        """The loaders and loggers are there; returns undos."""
+        self._ranks = Ranks(trainer)  # first: ranks count their fits, and one that failed before would count one less
+        self._step = trainer.global_step
+        self.watch.clock.queued_batches = live.queued_batches(trainer)
+        self.watch.ends_at = planned_steps(trainer)
+        self._live = LiveMetrics(trainer, self.figures)
+        self._logs = LogMarks(trainer, module, self.watch.marks)
+        self.work.attach(module, self.watch.marks)
+        if self.hunt is not None:
+            self.hunt.attach(module)
+        if self.trace is not None:
+            per_step = max(1, trainer.accumulate_grad_batches)
+            self.trace.attach(self.watch.marks, math.ceil(self.watch.clock.queued_batches / per_step))
+        return [self._live.show_on_bar(trainer), self._logs.undo]
+
+    def stop(self) -> None:
+        """Give up, or the fit is over: nothing of ours runs on."""
+        if self._live is not None:
+            self._live.shown = {}
+        self.watch.stop()
+
+    def batch_end(self, trainer: Any, outputs: Any, batch: Any) -> None:
+        """A batch is done."""
+        step = trainer.global_step
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        step_ends = step != self._step
+        self.work.batch(samples(batch))
+        self.watch.batch_end(loss, batch, step_ends, trainer.accumulate_grad_batches)
+        self._step = step
+        if step_ends and self._live is not None:
+            self._live.tick(trainer)
+
+    def measure(self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]], *, partial: bool) -> Measurement:
+        """Close the window and say what was seen, on rank 0 with what the other ranks saw."""
+        self.watch.close()
+        about = {
+            "world_size": trainer.world_size, "precision": str(trainer.precision), "partial": partial,
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
+            "flops": self.work.found, "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
+            "kernels": self.trace.found if self.trace is not None else None,
+            "drift": self.watch.later.drift.entries,
+        }  # fmt: skip
+        about["rates"] = rates.cached(self.uuid, about["device_name"]) if self.uuid is not None else None
+        seen = measured(self.watch, about, evidence)
+        if self._live is not None:
+            self._live.end(trainer, summary(seen))
+        return self._with_ranks(seen, partial)
+
+    def figures(self) -> dict[str, float | None]:
+        """What the loggers and the bar show while the window is open: the steps since they were last told."""
+        account = self.watch.marks.clock.account
+        now = (account.steps, account.wall_s, account.wait_s, account.samples)
+        steps, wall_s, wait_s, samples = (new - old for new, old in zip(now, self._told, strict=True))
+        if steps <= 0 or wall_s <= 0:
+            self._told = now  # another clock has begun
+            return {}
+        self._told = now
+        world = self._ranks.world_size if self._ranks is not None else 1
+        return {"step_ms": 1e3 * wall_s / steps, "samples_per_s": world * samples / wall_s if samples else None,
+                "data_wait_pct": 100 * wait_s / wall_s}  # fmt: skip
+
+    def _with_ranks(self, seen: Measurement, partial: bool) -> Measurement:
+        if self._ranks is None:
+            return seen
+        own = {name: getattr(seen, name) for name in ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s",
+                                                      "lead_ms", "gpu", "steps")}  # fmt: skip
+        found = self._ranks.gather(own, PARTIAL_LIMIT_S if partial else LIMIT_S)
+        why = self._ranks.why if self._ranks.rank == 0 else None
+        return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
+
+    def _switch(self, clock: Any) -> None:
+        self.watch.marks.clock = clock
+
+    def _read_board(self) -> Mapping[str, Any] | None:
+        """A few calls of NVML; None where there is no GPU."""
+        if self.uuid is None:
+            return None
+        try:
+            gpu = nvml.Gpu.open(self.uuid)
+        except nvml.Unreadable:
+            return None
+        try:
+            return {"sm_clock_mhz": gpu.numbers().get("sm_clock_mhz"), "foreign_processes": gpu.neighbours().pids}
+        finally:
+            gpu.close()
+
+
+def summary(seen: Measurement) -> dict[str, float | None]:
+    """The figures of a whole fit for the loggers."""
+    step, wait = seen.step_ms.get("mean"), seen.parts_ms.get("data_wait")
+    return {"step_ms": step, "samples_per_s": seen.samples_per_s, "lead_ms": seen.lead_ms,
+            "data_wait_pct": 100 * wait / step if step and wait is not None else None,
+            "tflop_per_s": seen.tflop_per_s, "mfu": seen.mfu.get("datasheet"), "peak_gib": seen.peak_gib,
+            "joule_per_sample": seen.joule_per_sample,
+            **{name: value for name, value in seen.gpu.items() if name.endswith("_pct") or name == "watts"}}  # fmt: skip
+
+
+def planned_steps(trainer: Any) -> int | None:
+    """Optimizer steps this fit will make as far as the Trainer knows; None where it does not."""
+    limits: list[float] = []
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        limits.append(trainer.max_steps - trainer.global_step)
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    if epochs is not None and epochs >= 0 and isinstance(batches, int):
+        limits.append(math.ceil(batches / trainer.accumulate_grad_batches) * (epochs - trainer.current_epoch))
+    return int(min(limits)) if limits else None

@@ -1,0 +1,80 @@
+"""Phases inside a call of Lightning's: ``self.log`` and ``manual_backward``; and the loggers' turn after every batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastloop.bridge.marks import Marks
+
+LOGGERS, SELF_LOG = "loggers", "self.log"
+_TURN = "update_train_step_metrics"
+
+
+class LogMarks:
+    """Marks logging as ``callbacks_logging``, and a manual optimisation's backward as ``backward``.
+
+    The module's methods are replaced only while a marked ``training_step`` runs, so that no copy or pickle of the module
+    ever holds ours; and not at all where the step is compiled, which would then be compiled again.
+    """
+
+    def __init__(self, trainer: Any, module: Any, marks: Marks) -> None:
+        self.module, self.marks = module, marks
+        # Private in Lightning, and without it the loggers' turn is `host_other`.
+        self._connector = getattr(trainer, "_logger_connector", None)
+        self._marked: Any = None
+        if callable(getattr(self._connector, _TURN, None)) and _TURN not in vars(self._connector):
+            self._marked = vars(self._connector)[_TURN] = self._timed(getattr(self._connector, _TURN), LOGGERS)
+        if not _is_compiled(module):
+            marks.around_forward = self._swapped
+
+    def undo(self) -> None:
+        """Put everything back; harmless when called twice."""
+        if self._marked is not None and vars(self._connector).get(_TURN) is self._marked:
+            del vars(self._connector)[_TURN]
+        self.marks.around_forward = None
+
+    def _swapped(self) -> Callable[[], None]:
+        """Let the module's ``log`` be marked until what is returned is called."""
+        own = vars(self.module)
+        ours = {"log": self._timed(self.module.log, SELF_LOG)}
+        if not self.module.automatic_optimization:  # whose backward is part of the forward's action
+            ours["manual_backward"] = self._timed(self.module.manual_backward, None, "backward")
+        before = {name: own[name] for name in ours if name in own}
+        own.update(ours)
+
+        def back() -> None:
+            for name, call in ours.items():
+                if own.get(name) is call:
+                    del own[name]
+                    own.update({name: before[name]} if name in before else {})
+
+        return back
+
+    def _timed(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> Callable[..., Any]:
+        marks = self.marks
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not marks.listens():
+                return call(*args, **kwargs)
+            began = time.perf_counter()
+            marks.enter(phase)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                marks.leave()
+                if name is not None:
+                    marks.hooks_s[name] += time.perf_counter() - began
+
+        return timed
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether torch.compile may have traced this module's own methods, whose guards a replaced ``log`` would break."""
+    own = vars(module)
+    return (
+        any(name in own for name in ("training_step", "forward", "_compiled_call_impl", "log"))
+        or getattr(module, "_compiler_ctx", None) is not None
+        or hasattr(getattr(type(module), "training_step", None), "_torchdynamo_orig_callable")
+    )

@@ -1,0 +1,140 @@
+"""The looks at single steps: work and synchronisations during warm-up, the hunt and the trace after the window."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastloop.bridge.marks import Marks
+from fastloop.evidence.flops import FlopCount, may_count
+from fastloop.evidence.syncs import LogSites, SyncHunt, SyncMarks, blame
+from fastloop.evidence.trace import TraceWindow
+
+HUNTED_STEPS = 5
+MOST_LEAD_IN = 50
+
+
+class CountWork:
+    """Counts the work of one optimizer step while it runs, where nothing is compiled."""
+
+    def __init__(self) -> None:
+        self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}
+        self._module: Any = None
+        self._marks: Marks | None = None
+        self._count: FlopCount | None = None
+        self._samples = 0
+
+    def attach(self, module: torch.nn.Module, marks: Marks) -> None:
+        self._module, self._marks = module, marks
+
+    def begin(self) -> None:
+        if self._marks is None:
+            return
+        if (why := may_count(self._module)) is not None:
+            self.found = {"per_sample": None, "why": why}
+            return
+        self._marks.around_body = self._count = FlopCount()
+
+    def batch(self, samples: int | None) -> None:
+        """A batch of the step is done."""
+        if self._count is not None:
+            self._samples += samples or 0
+
+    def end(self) -> None:
+        if self._count is not None and self._marks is not None:
+            self._marks.around_body = None
+            self.found, self._count = self._count.work.per(self._samples), None
+
+
+class FindSyncs:
+    """The lines of a step that synchronise the device, without what they cost: harmless in a user's own run."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Mapping[str, Any], ...] = ()
+        self._marks: SyncMarks | None = None
+
+    def begin(self) -> None:
+        self._marks = SyncMarks()
+        self._marks.__enter__()
+
+    def end(self) -> None:
+        if self._marks is not None:
+            self._marks.__exit__(None, None, None)
+            self.found, self._marks = self._marks.result(steps=1), None
+
+
+class HuntSyncs:
+    """The same with what each costs, for a process whose steps may be slow."""
+
+    steps = HUNTED_STEPS
+
+    def __init__(self, device: torch.device) -> None:
+        self.found: tuple[Mapping[str, Any], ...] = ()
+        self._device, self._module = device, None
+        self._hunt: SyncHunt | None = None
+        self._sites: LogSites | None = None
+        self._open = contextlib.ExitStack()
+        self._done = 0
+
+    def attach(self, module: Any) -> None:
+        self._module = module
+
+    def begin(self) -> None:
+        if "torch._dynamo" in sys.modules:  # compiled code cannot be looked into, and a mode would compile it again
+            self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        self._sites = self._open.enter_context(LogSites(self._module))
+        self._hunt = self._open.enter_context(SyncHunt(self._device))
+
+    def step_ends(self) -> None:
+        self._done += 1
+
+    def end(self) -> None:
+        if self._hunt is not None and self._sites is not None:
+            self._open.close()
+            self.found = blame(self._hunt, self._sites, steps=max(1, self._done))
+            self._hunt = None
+
+
+class Trace:
+    """Records the kernels of a few steps.
+
+    Args:
+        steps: optimizer steps to trace.
+        place: the run's directory, None for none; asked when the trace begins.
+    """
+
+    def __init__(self, trainer: Any, device: torch.device, steps: int, place: Callable[[], Path | None]) -> None:
+        self.found: Mapping[str, Any] = {"skipped": "the training ended before the traced steps"}
+        name = type(trainer.profiler).__name__
+        taken = "the Trainer has a PyTorchProfiler, and there can be one only" if name == "PyTorchProfiler" else None
+        self._window = TraceWindow(device, None, steps, taken=taken)
+        self._place = place
+        self._marks: Marks | None = None
+
+    @property
+    def steps(self) -> int:
+        return self._window.total_steps
+
+    def attach(self, marks: Marks, queued_steps: int) -> None:
+        """Let as many steps pass first as the loader's queues hold: filling them is none of an ordinary step."""
+        self._marks = marks
+        self._window.lead_in = max(self._window.lead_in, min(queued_steps, MOST_LEAD_IN))
+
+    def begin(self) -> None:
+        self._window.directory = self._place()
+        self._window.begin()
+        if self._marks is not None:
+            self._marks.ranges = self._window
+
+    def step_ends(self) -> None:
+        self._window.step()
+
+    def end(self) -> None:
+        if self._marks is not None:
+            self._marks.ranges = None
+        self.found = self._window.end()

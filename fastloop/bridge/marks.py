@@ -1,0 +1,194 @@
+"""Which of the Trainer's profiler actions begins which phase of the step.
+
+Lightning 2.5 and 2.6 open a profiler action around the loader call, each hook and each call of the strategy. Their names
+are ours to read: a name that is not known leaves the time with the phase around it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from fastloop.evidence.clock import RARE, Clock
+
+NEXT = "[_TrainingEpochLoop].train_dataloader_next"
+BODY = "run_training_batch"
+PIECE = "[fastloop]"
+"""Before the phases that fastloop's own code runs inside a call of Lightning's."""
+_STRATEGY = {"batch_to_device": "h2d", "training_step": "forward", "backward": "backward"}
+_VALIDATION_BEGINS = ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start")
+_VALIDATION_ENDS = ("on_validation_model_train",)
+_EPOCH_ENDS = ("on_train_epoch_end",)
+
+
+def phase_of(name: str) -> str | None:
+    """The phase an action is, None for one that is a part of whatever is around it.
+
+    ``begin:`` and ``end:`` stand before phases that outlast the action.
+    """
+    if name in ("optimizer_step", "save_checkpoint"):
+        return {"optimizer_step": "optimizer", "save_checkpoint": "checkpoint"}[name]
+    if name.startswith(PIECE):
+        return name.removeprefix(PIECE)
+    owner, _, hook = name.rpartition(".")
+    if hook in _VALIDATION_BEGINS:
+        return "begin:validation"
+    if hook in _VALIDATION_ENDS:
+        return "end:validation"
+    if hook in _EPOCH_ENDS:
+        return "begin:epoch_gap"
+    if owner.startswith("[Strategy]"):
+        return _STRATEGY.get(hook)
+    if owner.startswith("[LightningModule]") and hook == "optimizer_step":
+        return "optimizer"
+    ours = owner.startswith("[Callback]FastLoop")
+    if owner.startswith(("[Callback]", "[LightningModule]")) and hook.startswith("on_") and not ours:
+        return "callbacks_logging"
+    return None
+
+
+class _Nothing:
+    """A context that does nothing, made once: the Trainer opens some twenty a step."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+NOTHING = _Nothing()
+
+
+class _Phase:
+    """A phase as long as its action."""
+
+    def __init__(self, marks: Marks, name: str, phase: str) -> None:
+        self.marks, self.name, self.phase = marks, name, phase
+        self.is_hook, self.is_forward = phase == "callbacks_logging", phase == "forward"
+        self._since = 0.0
+        self._back: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        if self.is_hook:
+            self._since = time.perf_counter()
+        elif self.is_forward and self.marks.around_forward is not None:
+            self._back = self.marks.around_forward()
+        self.marks.enter(self.phase)
+
+    def __exit__(self, *_: object) -> None:
+        self.marks.leave()
+        if self.is_hook:
+            self.marks.hooks_s[self.name] += time.perf_counter() - self._since
+        if self._back is not None:
+            self._back()
+            self._back = None
+
+
+class _Turn:
+    """An action with which a longer phase begins or ends."""
+
+    def __init__(self, turn: Callable[[], None], *, at_exit: bool) -> None:
+        self.turn, self.at_exit = turn, at_exit
+
+    def __enter__(self) -> None:
+        if not self.at_exit:
+            self.turn()
+
+    def __exit__(self, *_: object) -> None:
+        if self.at_exit:
+            self.turn()
+
+
+class _Body:
+    """The work of one batch."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self._around: Any = None
+
+    def __enter__(self) -> None:
+        self.marks.in_work = True
+        self.marks.clock.body()
+        self._around = self.marks.around_body
+        if self._around is not None:
+            self._around.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._around is not None:
+            self._around.__exit__(*raised)
+        self.marks.clock.issued()
+        self.marks.in_work = False
+
+
+class Marks:
+    """Turns actions into marks on a clock. Names are looked up once; what need not be marked costs a dictionary look-up.
+
+    Attributes:
+        hooks_s: host seconds by action, of hooks outside the batch's work in every step, of the others in steps in detail.
+        ranges: where a trace is being recorded, the same phases by name go there too.
+        in_work: a batch's work is going on.
+        around_body: a context that is entered for the work of every batch; one that can be entered again.
+        around_forward: called before a marked ``training_step``; what it returns is called after it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.hooks_s: defaultdict[str, float] = defaultdict(float)
+        self.ranges: Any = None
+        self.in_work = False
+        self.around_body: Any = None
+        self.around_forward: Callable[[], Callable[[], None]] | None = None
+        self._contexts: dict[str, Any] = {}
+        self._body = _Body(self)
+
+    def profile(self, name: str) -> Any:
+        """The context for an action."""
+        clock = self.clock
+        if name == BODY:
+            return self._body
+        if not self.listens():
+            return NOTHING
+        try:
+            context = self._contexts[name]
+        except KeyError:
+            context = self._contexts[name] = self._made(name)
+        if clock.phase in RARE and context is not NOTHING and not (
+            isinstance(context, _Turn) or context.phase == "checkpoint"
+        ):
+            return NOTHING
+        return context
+
+    def listens(self) -> bool:
+        """Whether a phase that begins now would be marked."""
+        clock = self.clock
+        return self.ranges is not None or (clock.open and (clock.detailed or not clock.in_body))
+
+    def enter(self, phase: str) -> None:
+        if self.ranges is not None:
+            self.ranges.push(phase)
+        self.clock.enter(phase)
+
+    def leave(self) -> None:
+        self.clock.leave()
+        if self.ranges is not None:
+            self.ranges.pop()
+
+    def _made(self, name: str) -> Any:
+        phase = phase_of(name)
+        if phase is None:
+            return NOTHING
+        turn, _, inner = phase.rpartition(":")
+        if turn == "begin":
+            return _Turn(lambda: self._begin(inner), at_exit=False)
+        if turn == "end":
+            return _Turn(lambda: self._end(inner), at_exit=True)
+        return _Phase(self, name, phase)
+
+    def _begin(self, phase: str) -> None:
+        if self.clock.phase != phase:
+            self.clock.rest(phase)
+
+    def _end(self, phase: str) -> None:
+        if self.clock.phase == phase:
+            self.clock.rest("host_other")

@@ -1,0 +1,155 @@
+"""From what a watch has seen to a Measurement. Every number that could not be measured is None."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastloop import work
+from fastloop.bridge.logmarks import SELF_LOG
+from fastloop.bridge.watch import Watch, cost_us
+from fastloop.evidence.clock import Window
+from fastloop.evidence.parts import COMPUTE
+from fastloop.measurement import GPU_READINGS, PARTS, Measurement
+from fastloop.worked import worked
+
+SAMPLED = ("h2d", *COMPUTE)
+"""Parts that only steps marked in detail tell."""
+MOST_HOOKS = 5
+IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
+
+
+def measured(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapping[str, Any]]) -> Measurement:
+    """The measurement of a watch that is closed.
+
+    Args:
+        about: ``world_size``, ``precision``, ``device_name``, and what the probes found: ``flops``, ``syncs``,
+            ``kernels``, ``rates``.
+    """
+    on_cuda, window = watch.device.type == "cuda", watch.window
+    common: dict[str, Any] = {
+        "loss": watch.losses.values(), "loss_every": watch.losses.every, "evidence": evidence,
+        # Read before anything of ours allocates for the last figures.
+        "peak_gib": torch.cuda.max_memory_allocated(watch.device) / 2**30 if on_cuda else None,
+        "total_steps": watch.clock.total_steps, "warmup_steps": watch.settings.warmup_steps,
+        "device": watch.device.type,
+        "watch_us_per_step": cost_us(watch.device) if watch.clock.total_steps else None,
+        **{key: value for key, value in about.items() if key != "rates"},
+    }  # fmt: skip
+    if window is None:
+        return Measurement(**common)
+    timed = _times(window) | _rates(watch, window, int(about.get("world_size", 1)))
+    seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], int(about.get("world_size", 1)))})
+    rates = about.get("rates")
+    return worked(seen, gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),
+                  copy_tb_per_s=getattr(rates, "copy_tb_per_s", None))  # fmt: skip
+
+
+def _times(window: Window) -> dict[str, Any]:
+    step_ms = 1e3 * window.wall_s / window.steps
+    deciles = _deciles(window.step_s)
+    parts: dict[str, float | None] = {
+        part: 1e3 * seconds if (seconds := window.parts_s.get(part)) is not None else _missing(part, window)
+        for part in PARTS
+    }  # fmt: skip
+    known = [value for value in parts.values() if value is not None]
+    parts["unexplained"] = step_ms - sum(known) if window.detailed_steps else None
+    return {
+        "steps": window.steps, "wall_ms": 1e3 * window.wall_s, "parts_ms": parts,
+        "step_ms": {"mean": step_ms, "median": 1e3 * statistics.median(window.step_s),
+                    "p10": 1e3 * deciles[0], "p90": 1e3 * deciles[-1]},
+        "host_ms": {part: 1e3 * seconds for part, seconds in window.host_s.items()},
+        "blocked_ms": None if window.blocked_s is None else 1e3 * window.blocked_s,
+        "lead_ms": None if window.lead_s is None else 1e3 * window.lead_s,
+        "trail_ms": None if window.trail_s is None else 1e3 * window.trail_s,
+    }  # fmt: skip
+
+
+def _missing(part: str, window: Window) -> float | None:
+    """A part that never occurred took no time; one that nobody could see is unknown."""
+    if part in ("comm_exposed", "unexplained") or (part in SAMPLED and not window.detailed_steps):
+        return None
+    return 0.0
+
+
+def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
+    rate, drained = window.samples / window.wall_s, False
+    at_start, at_end = watch.owed
+    if at_start is not None and at_end is not None and window.batches:
+        # Batches that were made before the window and used in it are not the pipeline's work. The other way round,
+        # a queue that filled up, the loader outran the training, whose rate is what it used.
+        rate *= 1 - max(0, at_end - at_start) / window.batches
+        drained = True
+    queued = watch.clock.queued_batches
+    enough = window.batches >= 10 * queued or (drained and not queued)
+    tokens, real = watch.tokens.per_sample()
+    found = {
+        "samples_per_s": rate * world_size if window.samples else None,
+        "tokens_per_s": rate * world_size * tokens if window.samples and tokens else None,
+        "window_too_short": window.steps < 10 or not enough,
+        "usd_per_million_samples": work.usd_per_million_samples(1, watch.settings.usd_per_gpu_hour, rate or None)
+        if watch.device.type == "cuda" else None,
+        "global_batch": int(statistics.median(window.step_samples)) * world_size or None,
+        "micro_batch": int(statistics.median(window.batch_samples)) or None if window.batch_samples else None,
+        "hooks_ms": _hooks(watch, window),
+    }  # fmt: skip
+    if real is not None and tokens:
+        found["unpadded_tokens_per_s"] = rate * world_size * real
+    return found
+
+
+def _hooks(watch: Watch, window: Window) -> dict[str, float]:
+    """The slowest hooks, per step."""
+    per_step: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in watch.hooks_s.items():
+        hook = name if name == SELF_LOG else name.rpartition(".")[2]
+        steps = window.detailed_steps if hook.startswith(IN_THE_BODY) else window.steps
+        per_step[_short(name)] += 1e3 * seconds / (steps + 1)  # and those of the step in which the window opened
+    slowest = sorted(per_step.items(), key=lambda item: -item[1])[:MOST_HOOKS]
+    return {name: ms for name, ms in slowest if ms > 0.01}
+
+
+def _short(action: str) -> str:
+    """``[Callback]ModelCheckpoint{'monitor': None}.on_train_batch_end`` as a person would say it."""
+    owner, _, hook = re.sub(r"^\[\w+\]|\{.*\}", "", action).rpartition(".")
+    return f"{owner}.{hook}" if owner else hook
+
+
+def _board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
+    """What the GPU's own counters said; energy is the board's, and each board has its share of the samples."""
+    if watch.device.type == "cuda":
+        products, convolutions = _tf32()
+        flags = {"peaks": {"matmul_tf32": products, "convolution_tf32": convolutions}}
+    else:
+        flags = {}
+    seen = watch.board_seen
+    if seen is None:
+        return flags
+    own_rate = None if samples_per_s is None else samples_per_s / world_size
+    return {
+        **flags, "gpu": {**dict.fromkeys(GPU_READINGS), **seen.means}, "timeline": seen.timeline, "state": seen.state,
+        "joule_per_sample": work.joule_per_sample(seen.joule, seen.seconds, own_rate),
+        "joule_error_pct": seen.joule_error_pct if seen.joule is not None else None,
+    }  # fmt: skip
+
+
+def _tf32() -> tuple[bool, bool]:
+    """Whether float32 matrix products and convolutions run in TF32 here."""
+    convolutions = torch.backends.cudnn
+    try:
+        products = torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # the user set it by its other name (torch 2.9)
+        products = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
+    try:
+        return products, bool(convolutions.allow_tf32)
+    except RuntimeError:
+        return products, getattr(convolutions, "fp32_precision", "tf32") == "tf32"
+
+
+def _deciles(values: tuple[float, ...]) -> list[float]:
+    return statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9

@@ -1,0 +1,81 @@
+"""Stands before the Trainer's own profiler: notes the actions that are phases of the step, and hands everything on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastloop.bridge.marks import NEXT, NOTHING
+
+
+class WatchingProfiler:
+    """The user's profiler as far as anybody can see.
+
+    Args:
+        profiler: the Trainer's profiler; Lightning's pass-through one is not called, which saves its cost.
+        asks: called when the loop asks for a batch; must not raise.
+        gets: called when the loop has its batch; must not raise.
+        profile: gives our context for an action, NOTHING for one that is no phase; must not raise.
+    """
+
+    def __init__(self, profiler: Any, asks: Callable[[], None], gets: Callable[[], None],
+                 profile: Callable[[str], Any] = lambda _name: NOTHING) -> None:  # fmt: skip
+        passes = type(profiler).__name__ == "PassThroughProfiler"
+        self.__dict__.update(profiler=profiler, _asks=asks, _gets=gets, _phase=profile, _passes=passes, _begun={},
+                             profile=profile if passes else self._both)  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["profiler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["profiler"], name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance shall see the user's profiler
+        return type(self.__dict__["profiler"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Nobody watches a copy of the Trainer: copies and pickles hold the user's profiler.
+        return (_itself, (self.__dict__["profiler"],))
+
+    def start(self, action_name: str) -> None:
+        if action_name == NEXT:
+            self._asks()
+        else:
+            self._begun[action_name] = ours = self._phase(action_name)
+            ours.__enter__()
+        if not self._passes:
+            self.profiler.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        if not self._passes:
+            self.profiler.stop(action_name)
+        if action_name == NEXT:
+            self._gets()
+        elif (ours := self._begun.pop(action_name, None)) is not None:
+            ours.__exit__(None, None, None)
+
+    def _both(self, action_name: str) -> Any:
+        theirs, ours = self.profiler.profile(action_name), self._phase(action_name)
+        return theirs if ours is NOTHING else _Both(ours, theirs)
+
+
+class _Both:
+    """Our context around the user's own."""
+
+    def __init__(self, ours: Any, theirs: Any) -> None:
+        self.ours, self.theirs = ours, theirs
+
+    def __enter__(self) -> Any:
+        self.ours.__enter__()
+        return self.theirs.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        try:
+            return self.theirs.__exit__(*raised)
+        finally:
+            self.ours.__exit__(*raised)
+
+
+def _itself(profiler: Any) -> Any:
+    return profiler

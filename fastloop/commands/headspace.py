@@ -1,0 +1,148 @@
+"""fastloop headspace: how fast a training would be without its data, its copies, its exchange of gradients.
+
+Each figure is a training of its own in a fresh process. They are ceilings, each from one run: what a change can gain at
+most, and no proof that any change gains it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.outdir import claim
+from fastloop.commands.supervise import Limits
+from fastloop.commands.trial import Job, Trial, forget, run_trial
+from fastloop.config import Config
+from fastloop.measurement import CEILINGS
+from fastloop.report import files
+from fastloop.report.summary import short
+
+NAME = "headspace.json"
+FIRST, LAST = "baseline", "baseline-again"
+WORTH_PCT = 3.0
+"""A ceiling below this is called none."""
+FREE = {"replayed": "data were free", "resident": "data and copies were free", "no_exchange": "the exchange were free"}
+FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "the exchange of gradients"}
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The rate with one cost taken away."""
+
+    samples_per_s: float | None = None
+    ratio: float | None = None
+    """To the baseline."""
+    why: str | None = None
+    """Why there is none, or what to hold against it."""
+
+
+def headspace(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | None, force: bool,
+              limit_s: float, progress: Progress) -> Answer:  # fmt: skip
+    """Measure a configuration as it is and with one cost after the other taken away.
+
+    Raises:
+        ConfigError: nothing was trained, because of the configuration or the command line.
+        Failed: the training as it is failed.
+    """
+    job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
+    config, limits = job.config(), Limits(total_s=limit_s)
+    place = claim(config.name, out, force=force)
+    try:
+        first = run_trial(FIRST, job, place.path / FIRST, limits=limits, progress=progress)
+        if not first.ok:
+            if first.code == 2:
+                forget(first.run_dir)
+            raise failed(first)
+        ceilings = {name: run_trial(name, job.but(variation=name), place.path / name, limits=limits, progress=progress)
+                    for name in wanted(config)}  # fmt: skip
+        again = run_trial(LAST, job, place.path / LAST, limits=limits, progress=progress)
+    finally:
+        place.give_back()
+    content = told(str(place.path), (first, again), ceilings, config)
+    files.write(place.path, {NAME: files.dump(content)})
+    return Answer(text="\n".join(lines(content, config.name)), json=content)
+
+
+def wanted(config: Config) -> tuple[str, ...]:
+    """The ceilings that this training has."""
+    return tuple(name for name in CEILINGS if name != "no_exchange" or config.run.devices > 1)
+
+
+def failed(trial: Trial) -> Failed:
+    """What to end with where the training as it is did not come to its end."""
+    own = trial.code == 2  # the child's configuration error, in its own words
+    text = trial.tail if own and trial.tail else f"{trial.tail}\nfastloop: the run failed: {trial.cause}"
+    return Failed(text.lstrip("\n"), exit_code=2 if own else 1)
+
+
+def told(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Trial], config: Config) -> dict[str, Any]:
+    """The content of ``headspace.json``."""
+    rates = [rate for trial in baselines if (rate := trial.samples_per_s) is not None]
+    rate = math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
+    drift = 100 * (rates[1] / rates[0] - 1) if len(rates) == 2 else None
+    short_window = any((trial.measurement or {}).get("window_too_short") for trial in baselines if trial.ok)
+    found = {name: ceiling(trials.get(name), rate, config) for name in CEILINGS}
+    return {
+        "schema": files.SCHEMA, "run_dir": run_dir,
+        "baseline": {"samples_per_s": rate, "runs": rates, "drift_pct": drift, "window_too_short": short_window,
+                     "why": next((f"{trial.name}: {trial.cause}" for trial in baselines if not trial.ok), None)},
+        "ceilings": {name: vars(each) for name, each in found.items()},
+        "trials": [trial.row() for trial in (baselines[0], *trials.values(), *baselines[1:])],
+    }  # fmt: skip
+
+
+def ceiling(trial: Trial | None, baseline: float | None, config: Config) -> Ceiling:
+    """What one trial says of the rate without one cost."""
+    if trial is None:
+        return Ceiling(why=f"run.devices is {config.run.devices}: nothing is exchanged")
+    if not trial.ok:
+        return Ceiling(why=trial.cause)
+    rate = trial.samples_per_s
+    if rate is None or baseline is None:
+        return Ceiling(samples_per_s=rate, why="the run was too short to measure a rate")
+    too_short = (trial.measurement or {}).get("window_too_short")
+    return Ceiling(samples_per_s=rate, ratio=rate / baseline, why="window too short" if too_short else None)
+
+
+def lines(content: Mapping[str, Any], name: str) -> list[str]:
+    """The answer for people, verdict first."""
+    base, found = content["baseline"], content["ceilings"]
+    ratios = {key: value["ratio"] for key, value in found.items() if value["ratio"] is not None}
+    head = [f"fastloop {_verdict(ratios)}   {name}"]
+    head += [f"if {FREE[key]}: {_said(value)}" for key, value in found.items()]
+    runs = " and ".join(short(rate) for rate in base["runs"])
+    head.append(f"as it is: {short(base['samples_per_s'])} samples/s (before and after: {runs})"
+                + ("   window too short" if base["window_too_short"] else ""))  # fmt: skip
+    if base["drift_pct"] is not None and abs(base["drift_pct"]) > WORTH_PCT:
+        head.append(f"NOTE     the same run differed by {base['drift_pct']:+.1f} % before and after: smaller gains"
+                    " cannot be told from that")  # fmt: skip
+    if base["why"]:
+        head.append(f"NOTE     {base['why']}")
+    return [*head, f"FILES    {content['run_dir']}/{NAME}"]
+
+
+def _verdict(ratios: Mapping[str, float]) -> str:
+    """What there is to gain: the family of the largest ceiling; the nearest one where a further takes away no more."""
+    if not ratios:
+        return "NO CEILING MEASURED"
+    most = max(ratios.values())
+    if most < 1 + WORTH_PCT / 100:
+        return f"NOTHING TO GAIN: less than {WORTH_PCT:g} % without data, copies or exchange"
+    nearest = next(name for name in CEILINGS if ratios.get(name, 0) >= most * (1 - WORTH_PCT / 100))
+    return f"UP TO {_times(ratios[nearest])} WITHOUT {FAMILY[nearest].upper()}"
+
+
+def _said(value: Mapping[str, Any]) -> str:
+    if value["samples_per_s"] is None or value["ratio"] is None:
+        return f"n/a: {value['why']}"
+    doubt = f"; {value['why']}" if value["why"] else ""
+    return f"{short(value['samples_per_s'])} samples/s ({_times(value['ratio'])}, measured{doubt})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"

@@ -1,0 +1,195 @@
+"""One command in a process of its own, watched to its end: whatever it does, the wait for it ends in time.
+
+Slow is not hung: a command may take as long as its total limit, as long as it shows a sign of life now and then, by its
+output or by the step it writes into ``beat``. Whichever way it ends, nothing that it started is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastloop.commands import leash
+
+STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
+LOOK_S = 0.5
+"""Between two looks at a command."""
+SAY_S = 5.0
+"""Between two lines of progress."""
+MOST_OUTPUT = 2**30
+"""Bytes. A command that writes more than this is ended before it fills the disk."""
+TAIL_LINES = 12
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a command may take, in seconds."""
+
+    total_s: float = 3600.0
+    silent_s: float = 600.0
+    """Without a sign of life: neither output nor another step."""
+    grace_s: float = 12.0
+    """Between SIGTERM and SIGKILL; a training writes its partial report in that time (`bridge/ending.py`: 8 s)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    """Exit code; the negative number of the signal that ended it."""
+    cause: str | None
+    """What went wrong, in one line; None where it ended by itself with 0."""
+    seconds: float
+    last_step: int | None
+    """As far as its ``beat`` says."""
+    tail: str
+    """The last lines of its stderr, without control sequences."""
+
+
+def supervise(command: Sequence[str], folder: Path, *, limits: Limits | None = None, cwd: Path | None = None,
+              env: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL, stacks: bool = False,
+              progress: Callable[[str], None] | None = None) -> Ended:  # fmt: skip
+    """Run a command to its end; its output goes to files in `folder`.
+
+    Args:
+        stdin: a descriptor it reads from.
+        stacks: before it is ended for being silent, it is asked by SIGUSR2 to write where it stands.
+        progress: takes a line every few seconds.
+
+    Raises:
+        OSError: `folder` cannot be written.
+        KeyboardInterrupt, SystemExit: whatever is raised while it waits, once the command and all it started are gone.
+    """
+    limits = limits or Limits()
+    for name in (STDOUT, STDERR, BEAT):
+        (folder / name).unlink(missing_ok=True)
+    begun = time.monotonic()
+    with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
+        settings = {"cwd": cwd, "env": env, "stdin": stdin, "stdout": out, "stderr": err}
+        with _held(leash.start(command, **settings), limits.grace_s) as (process, hold):
+            why = _wait(hold, folder, limits, progress)
+            if why is not None and stacks:
+                _signal(process, signal.SIGUSR2)
+                _gone(hold, LOOK_S)
+    step, tail = steps_done(folder)[0], last_lines(folder / STDERR)
+    return Ended(code=process.returncode, cause=_cause(process.returncode, why, step, tail), last_step=step, tail=tail,
+                 seconds=time.monotonic() - begun)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _held(started: tuple[subprocess.Popen[bytes], socket.socket],
+          grace_s: float) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:  # fmt: skip
+    """Whatever happens inside: afterwards the command has ended, with all it started."""
+    process, hold = started
+    try:
+        try:
+            yield started
+        finally:
+            if not _gone(hold, 0):
+                _signal(process, signal.SIGTERM)
+                _gone(hold, grace_s)
+    finally:  # also where the grace was cut short
+        with contextlib.suppress(OSError):
+            hold.send(b".")
+        _gone(hold, leash.LIMIT_S + 1)
+        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group's number is still its own
+        process.wait()
+        hold.close()
+
+
+def _wait(hold: socket.socket, folder: Path, limits: Limits, progress: Callable[[str], None] | None) -> str | None:
+    """Wait for the end; why it is to be ended, None where it has ended by itself."""
+    begun = alive = said = time.monotonic()
+    before = _signs(folder)
+    while not _gone(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
+        now, signs = time.monotonic(), _signs(folder)
+        if signs != before:
+            before, alive = signs, now
+        if now - begun > limits.total_s:
+            return f"took longer than its limit of {limits.total_s:g} s"
+        if now - alive > limits.silent_s:
+            return f"hung: no step and no output for {limits.silent_s:g} s"
+        if sum(size for _, size in signs) > MOST_OUTPUT:
+            return f"wrote more than {MOST_OUTPUT >> 20} MiB of output"
+        if progress is not None and now - said > SAY_S:
+            said = now
+            step, steps = steps_done(folder)
+            at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
+            progress(f"{at}, {now - begun:.0f} s")
+    return None
+
+
+def _signs(folder: Path) -> tuple[tuple[int, int], ...]:
+    """What changes while a command lives: times and sizes of the files it writes."""
+    return tuple(_stamp(folder / name) for name in (STDOUT, STDERR, BEAT))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        seen = path.stat()
+    except OSError:
+        return 0, 0
+    return seen.st_mtime_ns, seen.st_size
+
+
+def _gone(hold: socket.socket, patience_s: float) -> bool:
+    """Whether the leash has ended, or does within this time."""
+    return bool(select.select([hold], [], [], patience_s)[0])
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses once all of the group have ended
+        os.killpg(process.pid, number)
+
+
+def steps_done(folder: Path) -> tuple[int | None, int | None]:
+    """Optimizer steps done and to be done, as the command's ``beat`` says; None where it says nothing."""
+    try:
+        step, steps = (folder / BEAT).read_text().split()
+        return int(step), int(steps) if int(steps) > 0 else None
+    except (OSError, ValueError):
+        return None, None
+
+
+def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
+    """The end of a text file, without control sequences; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 2**14))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    kept = [line for line in _CONTROL.sub("", text.replace("\r", "\n")).splitlines() if line.strip()]
+    return "\n".join(kept[-lines:])
+
+
+def _cause(code: int, why: str | None, step: int | None, tail: str) -> str | None:
+    at = "" if step is None else f" at step {step}"
+    if why is not None:
+        return f"{why}{at}; it was ended"
+    if code == 0:
+        return None
+    if code < 0:
+        name = _name(-code)
+        guess = ": out of memory, or killed by somebody" if name == "SIGKILL" else ""
+        return f"killed by {name}{at}{guess}"
+    last = tail.splitlines()[-1].strip() if tail else "it said nothing"
+    return f"exit code {code}{at}: {last}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

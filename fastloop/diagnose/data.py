@@ -1,0 +1,80 @@
+"""The way of a batch to the device: waiting for it, copying it."""
+
+from __future__ import annotations
+
+from fastloop.diagnose.naming import NO_GAIN_PCT, ORDINARY_MS, device, named, per_step, share_pct, times
+from fastloop.diagnose.reading import measured_gain_pct, number
+from fastloop.diagnose.remedies import Remedy, available, choose
+from fastloop.diagnose.split import WORTH_NAMING_PCT, part_ms
+from fastloop.measurement import Measurement
+from fastloop.records import Finding
+
+MORE_WORTH = 1.25
+"""Workers that could be had for each there is, from which on more of them are advised."""
+
+
+def data_wait(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
+    """The next batch was not there. A trial with a replayed batch, if there was one, has the last word."""
+    wait, gain = part_ms(seen, "data_wait"), _free_data_pct(seen)
+    idle = f"the {device(seen)} had nothing to do for {per_step(seen, wait)}: the next batch was not there"
+    rate = number(seen.ceilings.get("replayed")) or number(seen.ceilings.get("resident"))
+    detail = () if gain is None else (f"if data were free: {rate:,.0f} samples/s ({times(gain)}, measured)",)
+    return named(seen, "data_wait", wait, idle, _feed(seen, enabled), measured_pct=gain, least_ms=ORDINARY_MS,
+                 detail=detail)  # fmt: skip
+
+
+def h2d(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
+    """Copies to the device that nothing hides."""
+    copies = part_ms(seen, "h2d")
+    facts = f"moving batches to the {device(seen)} took {per_step(seen, copies)}"
+    resident, replayed = (number(seen.ceilings.get(name)) for name in ("resident", "replayed"))
+    measured = max(0.0, 100 * (resident / replayed - 1)) if resident and replayed else None
+    if seen.device == "cuda":
+        instead = "send fewer bytes: integers instead of floats, converted on the device"
+        remedy = choose(seen, enabled, ("pin", "prefetch"), instead, together=True)
+    else:
+        remedy = Remedy(None, "no rung helps: there is no copy to hide here; look at your batch transfer hooks")
+    return named(seen, "h2d", copies, facts, remedy, measured_pct=measured, least_ms=ORDINARY_MS,
+                 most_pct=measured_gain_pct(seen, "resident"))  # fmt: skip
+
+
+def held_nothing_up(seen: Measurement) -> str | None:
+    """Words for a wait for data that a trial has shown to cost nothing; None where there was none."""
+    wait, gain = share_pct(seen, part_ms(seen, "data_wait")), _free_data_pct(seen)
+    if wait is None or wait < WORTH_NAMING_PCT or gain is None or gain > NO_GAIN_PCT:
+        return None
+    return f"waiting for data is {wait:.1f} % of the step, but with free data the rate is {times(gain)} (measured)"
+
+
+def _free_data_pct(seen: Measurement) -> float | None:
+    replayed = measured_gain_pct(seen, "replayed")
+    return measured_gain_pct(seen, "resident") if replayed is None else replayed
+
+
+def _feed(seen: Measurement, enabled: tuple[str, ...]) -> Remedy:
+    """What to do about a loader that does not keep up."""
+    loader = seen.evidence.get("loader") or {}
+    workers, cpus = loader.get("num_workers"), loader.get("usable_cpus")
+    if available(seen, enabled, "workers"):
+        return Remedy({"rungs": {"workers": {"enabled": True}}}, f"the loader has 0 workers, {cpus} CPUs are usable")
+    if workers == 0 and "workers" in enabled:
+        return Remedy(None, "no rung helps: workers is on but could not apply (its verdict says why)")
+    if workers is None:
+        return Remedy(None, "no rung helps: this loader is not a DataLoader; make its batches ahead of need")
+    if workers == 0:
+        return Remedy(None, "no rung helps: an iterable dataset has to be sharded by its owner before it can have"
+                            " workers")  # fmt: skip
+    most = _most_workers(seen)
+    if most is not None and most >= MORE_WORTH * workers:
+        how = f"write rungs.workers.count: {most}" if "workers" in enabled else f"set num_workers={most} in your loader"
+        return Remedy(None, f"no further rung helps: num_workers={workers} and {cpus} CPUs are usable: {how}")
+    return Remedy(None, f"no rung of this version helps: num_workers={workers} on {cpus} CPUs is not enough;"
+                        " cheapen the transforms")  # fmt: skip
+
+
+def _most_workers(seen: Measurement) -> int | None:
+    """Workers a rank can have if each rank keeps a CPU of its own; None where the CPUs are not known."""
+    cpus = number((seen.evidence.get("loader") or {}).get("usable_cpus"))
+    hosts = [rank.get("host") for rank in seen.ranks]
+    local = hosts.count(hosts[0]) if hosts else seen.world_size
+    return None if cpus is None else int(cpus) // max(1, local) - 1

@@ -1,0 +1,94 @@
+"""Numbers out of a measurement that may lack any of them: what is unknown stays None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastloop.measurement import Measurement
+
+TENSOR_UNUSED_PCT = 2.0
+OFTEN = 0.5
+"""Synchronisations a step from which on a line is held against the step as such."""
+
+Source = Literal["trace", "counters", "nvml", "bound"]
+"""Where a figure for idle time comes from; `bound`: nothing but an upper bound."""
+
+
+def number(value: Any) -> float | None:
+    """A finite number that is not negative; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        return None
+    return float(value)
+
+
+def step_ms(seen: Measurement) -> float | None:
+    """Mean time of a step; None where there is none."""
+    return number(seen.step_ms.get("mean")) or None
+
+
+def gpu(seen: Measurement, reading: str) -> float | None:
+    """A reading of the GPU's own counters, a mean over the window."""
+    return number(seen.gpu.get(reading))
+
+
+def kernels(seen: Measurement) -> Mapping[str, Any] | None:
+    """What the trace window saw, if there was one."""
+    traced = seen.kernels
+    return traced if traced and not traced.get("skipped") and number(traced.get("busy_ms")) else None
+
+
+def families(seen: Measurement) -> dict[str, float]:
+    """Kernel families as shares (0 to 1) of the device's busy time; empty without a trace."""
+    traced = kernels(seen) or {}
+    busy, found = number(traced.get("busy_ms")), traced.get("families_ms") or {}
+    return {name: min(1.0, ms / busy) for name, value in found.items() if busy and (ms := number(value)) is not None}
+
+
+def micro_batches(seen: Measurement) -> int:
+    """Batches of one optimizer step on one rank; 1 where that is not known."""
+    if not seen.global_batch or not seen.micro_batch:
+        return 1
+    return max(1, round(seen.global_batch / max(1, seen.world_size) / seen.micro_batch))
+
+
+def activity(seen: Measurement) -> tuple[float | None, Source]:
+    """Per cent of the time with a kernel on the device, and whose reading it is."""
+    if (active := gpu(seen, "gr_active_pct")) is not None:
+        return active, "counters"
+    return gpu(seen, "nvml_busy_pct"), "nvml"
+
+
+def syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
+    """Lines that synchronise about every step or cost time, the dearest first."""
+    dear = [((number(line.get("ms_per_step")) or 0.0, number(line.get("per_step")) or 0.0), line)
+            for line in seen.syncs]  # fmt: skip
+    return [line for cost, line in sorted(dear, key=lambda pair: pair[0], reverse=True) if cost[0] or cost[1] >= OFTEN]
+
+
+def measured_gain_pct(seen: Measurement, ceiling: str) -> float | None:
+    """What a trial without one cost gained over this run; None without such a trial. Less than nothing is 0."""
+    best, now = number(seen.ceilings.get(ceiling)), number(seen.samples_per_s)
+    return max(0.0, 100 * (best / now - 1)) if best and now else None
+
+
+def _fp32_share(seen: Measurement) -> float:
+    """Share of fp32 in work that is fp32 and TF32; 0 where the work was not counted."""
+    convolutions = number(seen.flops.get("convolution")) or 0.0
+    products = sum(number(seen.flops.get(kind)) or 0.0 for kind in ("matmul", "attention"))
+    ours = convolutions if seen.peaks.get("matmul_tf32") else products
+    return ours / (products + convolutions) if products + convolutions else 0.0
+
+
+def precision(seen: Measurement) -> str | None:
+    """The numbers that most products work in: fp32, tf32, fp64, or mixed for any shorter; None where unknown."""
+    if (dtype := seen.peaks.get("dtype")) is not None:
+        if dtype == "fp32 + tf32":
+            return "fp32" if _fp32_share(seen) >= 0.5 else "tf32"
+        return str(dtype) if dtype in ("fp32", "tf32", "fp64") else "mixed"
+    if seen.precision is None or not seen.precision.startswith("32"):
+        return None if seen.precision is None else "fp64" if seen.precision.startswith("64") else "mixed"
+    may_tf32 = bool(seen.peaks.get("matmul_tf32") or seen.peaks.get("convolution_tf32"))
+    tensor = gpu(seen, "tensor_active_pct")
+    return "fp32" if not may_tf32 or (tensor is not None and tensor < TENSOR_UNUSED_PCT) else "tf32"

@@ -1,0 +1,212 @@
+"""The account of a window: which phase every stretch of the device's time line belongs to.
+
+A stretch lies between two marks. Outside the loop's own batch work (`body`) the host has launched nothing, so a stretch
+there is time in which the device starved: the host says how long, without an event. Inside, every step gives the sum of
+its phases and only steps marked in detail tell them apart: their split is applied to the sum of all (the ratio estimator
+of sampling, which a few slow steps among the marked ones do not mislead).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+KEPT_STEPS = 10_000
+"""Step times kept for the quantiles: the latest ones."""
+RARE = ("validation", "checkpoint", "epoch_gap")
+"""Phases that do not come every step: always marked with events, and never sampled."""
+COMPUTE = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What the clock measured between the first and the last boundary, in seconds."""
+
+    steps: int
+    detailed_steps: int
+    batches: int
+    samples: int
+    wall_s: float
+    parts_s: dict[str, float]
+    """Per step, by phase, on the device's time line; phases that only steps in detail tell are missing without any."""
+    host_s: dict[str, float]
+    """Per step, by phase, on the host's."""
+    blocked_s: float | None
+    """Per step: host time of forward, backward and optimizer off the processor."""
+    step_s: tuple[float, ...]
+    step_samples: tuple[int, ...]
+    batch_samples: tuple[int, ...]
+    lead_s: float | None
+    trail_s: float | None
+
+    @property
+    def data_wait_s(self) -> float:
+        """All steps together."""
+        return self.parts_s.get("data_wait", 0.0) * self.steps
+
+
+class Ring:
+    """The latest values, in fixed memory."""
+
+    def __init__(self, typecode: Literal["d", "q"]) -> None:
+        self.values: array[Any] = array(typecode)
+        self._next = 0
+
+    def add(self, value: float) -> None:
+        if len(self.values) < KEPT_STEPS:
+            self.values.append(value)
+        else:
+            self.values[self._next] = value
+            self._next = (self._next + 1) % KEPT_STEPS
+
+
+def _sums() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class _Sums:
+    """Seconds by phase: those known of every step, and those known of steps in detail."""
+
+    every: defaultdict[str, float] = field(default_factory=_sums)
+    detail: defaultdict[str, float] = field(default_factory=_sums)
+    after: defaultdict[str, float] = field(default_factory=_sums)
+    """Work of the device between two steps, known where the one before was in detail."""
+    host_every: defaultdict[str, float] = field(default_factory=_sums)
+    host_detail: defaultdict[str, float] = field(default_factory=_sums)
+    body: float = 0.0
+    """All of a step's device work, told apart or not."""
+    host_body: float = 0.0
+    blocked: float = 0.0
+    leads: list[float] = field(default_factory=list)
+    trails: list[float] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+
+    def take(self, step: _Sums) -> None:
+        """Add a whole step's sums, and empty them."""
+        for mine, theirs in ((self.every, step.every), (self.detail, step.detail), (self.after, step.after),
+                             (self.host_every, step.host_every), (self.host_detail, step.host_detail)):  # fmt: skip
+            for phase, seconds in theirs.items():
+                mine[phase] += seconds
+            theirs.clear()
+        self.blocked, self.body, self.host_body = (
+            self.blocked + step.blocked, self.body + step.body, self.host_body + step.host_body)  # fmt: skip
+        step.blocked = step.body = step.host_body = 0.0
+
+
+class Account:
+    """Takes settled stretches in order; a step counts once it is whole."""
+
+    def __init__(self) -> None:
+        self.steps = self.detailed = self.after_detailed = self.batches = self.samples = 0
+        self._was_detailed = False
+        self.start: float | None = None
+        self.boundary = 0.0
+        """Device time of the latest step's end."""
+        self._whole, self._step = _Sums(), _Sums()
+        self._told_off_cpu = False
+        self._step_s, self._of_step, self._of_batch = Ring("d"), Ring("q"), Ring("q")
+        self._leads, self._trails = Ring("d"), Ring("d")
+
+    def stretch(self, phase: str, body: bool, detailed: bool, *, span: float, starved: float, host: float) -> None:
+        """`span` seconds of the device's time line, `starved` of them because the host was elsewhere."""
+        sums = self._step
+        if phase in RARE:
+            sums.every[phase] += span
+            sums.host_every[phase] += host
+        elif not body:
+            sums.every[phase] += starved
+            sums.host_every[phase] += host
+            if detailed and span > starved:  # the rest waited for work of the device: copies, a callback's kernels
+                sums.body += span - starved
+                if phase == "data_wait":
+                    sums.detail["h2d"] += span - starved
+                else:
+                    sums.after[phase] += span - starved
+        else:
+            sums.body += span
+            sums.host_body += host
+            if detailed:
+                sums.detail[phase] += span
+                sums.host_detail[phase] += host
+
+    def blocked(self, seconds: float) -> None:
+        """Seconds off the processor; may be negative, for readings lag."""
+        self._told_off_cpu = True
+        self._step.blocked += seconds
+
+    def lead(self, seconds: float) -> None:
+        """Work the device had left when the host got a batch."""
+        self._step.leads.append(seconds)
+
+    def issued(self, trail: float, samples: int) -> None:
+        """A batch's work is issued; the device has `trail` seconds of it left."""
+        self._step.trails.append(trail)
+        self._step.batches.append(samples)
+
+    def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
+        """The device has reached the end of a step."""
+        if self.start is None:  # the step the window opened in is not a whole one
+            self.start, self._step = at, _Sums()
+        else:
+            self.steps += 1
+            self.detailed += detailed
+            self.after_detailed += self._was_detailed
+            self.batches += batches
+            self.samples += samples
+            for ring, values in ((self._leads, self._step.leads), (self._trails, self._step.trails),
+                                 (self._of_batch, self._step.batches)):  # fmt: skip
+                for value in values:
+                    ring.add(value)
+                values.clear()
+            self._whole.take(self._step)
+            self._step_s.add(at - self.boundary)
+            self._of_step.add(samples)
+        self.boundary, self._was_detailed = at, detailed
+
+    @property
+    def wall_s(self) -> float:
+        return 0.0 if self.start is None else self.boundary - self.start
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds starved of data so far."""
+        return self._whole.every.get("data_wait", 0.0)
+
+    def window(self, on_device: bool) -> Window | None:
+        """What there is so far; None without a whole step."""
+        if not self.steps:
+            return None
+        sums = self._whole
+        parts = self._means(sums.every, sums.body, (sums.detail, self.detailed), (sums.after, self.after_detailed))
+        host = self._means(sums.host_every, sums.host_body, (sums.host_detail, self.detailed))
+        told = sum(sums.host_detail.values())
+        share_blocked = max(0.0, sums.blocked / told) if self._told_off_cpu and told > 0 else None
+        return Window(
+            steps=self.steps, detailed_steps=self.detailed, batches=self.batches, samples=self.samples,
+            wall_s=self.wall_s, parts_s=parts, host_s=host,
+            blocked_s=None if share_blocked is None else share_blocked * sums.host_body / self.steps,
+            step_s=tuple(self._step_s.values), step_samples=tuple(self._of_step.values),
+            batch_samples=tuple(self._of_batch.values),
+            lead_s=_median(self._leads) if on_device else None, trail_s=_median(self._trails) if on_device else None,
+        )  # fmt: skip
+
+    def _means(self, every: dict[str, float], body: float, *sampled: tuple[dict[str, float], int]) -> dict[str, float]:
+        """Per step: what is known of every step as it is, the rest as the steps in detail split it."""
+        means = {phase: seconds / self.steps for phase, seconds in every.items()}
+        split: defaultdict[str, float] = defaultdict(float)
+        for sums, steps in sampled:
+            for phase, seconds in sums.items():
+                split[phase] += seconds / max(1, steps)
+        told = sum(split.values())
+        scale = body / self.steps / told if told > 0 else 0.0
+        for phase, seconds in split.items():
+            means[phase] = means.get(phase, 0.0) + scale * seconds
+        return means
+
+
+def _median(ring: Ring) -> float | None:
+    ordered = sorted(ring.values)
+    return ordered[len(ordered) // 2] if ordered else None

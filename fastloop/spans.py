@@ -1,0 +1,84 @@
+"""Arithmetic on stretches of time: unions, intersections and what is left over. Plain floats, any one unit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+Span = tuple[float, float]
+"""Begin and end. The functions below take and give *sorted, disjoint* spans unless they say otherwise."""
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Any spans, in any order, as sorted disjoint ones; empty and backward ones are dropped."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def total(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def intersect(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """What lies in both."""
+    found, i, j = list[Span](), 0, 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def subtract(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
+    """What lies in the first and not in the second."""
+    left, j = list[Span](), 0
+    for begin, end in spans:
+        while j < len(taken) and taken[j][1] <= begin:
+            j += 1
+        at, k = begin, j
+        while k < len(taken) and taken[k][0] < end:
+            if at < taken[k][0]:
+                left.append((at, taken[k][0]))
+            at = max(at, taken[k][1])
+            k += 1
+        if at < end:
+            left.append((at, end))
+    return left
+
+
+class Cover:
+    """Sorted disjoint spans that are asked many times how much of a stretch they cover."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._begins = [begin for begin, _ in spans]
+        self._before = [0.0]
+        for begin, end in spans:
+            self._before.append(self._before[-1] + end - begin)
+
+    def within(self, begin: float, end: float) -> float:
+        """How much of `begin` to `end` is covered."""
+        return self._until(end) - self._until(begin) if end > begin else 0.0
+
+    def holds(self, at: float) -> bool:
+        """Whether a moment is covered."""
+        place = bisect_right(self._begins, at) - 1
+        return place >= 0 and at < self._spans[place][1]
+
+    def _until(self, at: float) -> float:
+        place = bisect_right(self._begins, at) - 1
+        if place < 0:
+            return 0.0
+        begin, end = self._spans[place]
+        return self._before[place] + min(at, end) - begin

@@ -1,0 +1,179 @@
+"""fastloop headspace: what the ceilings say, and what becomes of those that could not be had."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.commands import headspace as command
+from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.headspace import headspace
+from fastloop.commands.trial import Job, Trial
+from fastloop.errors import ConfigError
+from tests.commands.command_line import NET, alive, family, program, wait_for
+
+SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
+Rates = dict[str, float | str | tuple[str, int]]
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def asked(conf: str | Path, *overrides: str, out: str | None = None, force: bool = False) -> Answer:
+    return headspace(str(conf), more=(), overrides=overrides, out=out, force=force, limit_s=120,
+                     progress=lambda line: None)  # fmt: skip
+
+
+def content(answer: Answer) -> Any:
+    assert answer.json is not None
+    return json.loads(json.dumps(answer.json))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rates], list[tuple[str, Job]]]:
+    """Trials that are not run: each gives its rate, or fails for the reason that stands in its place."""
+
+    def instead(rates: Rates) -> list[tuple[str, Job]]:
+        asked: list[tuple[str, Job]] = []
+
+        def run_trial(name: str, job: Job, run_dir: Path, **_: Any) -> Trial:
+            asked.append((name, job))
+            run_dir.mkdir()
+            value = rates[name]
+            cause, code = value if isinstance(value, tuple) else (value, 1)
+            if isinstance(cause, str):
+                (run_dir / "stderr.txt").write_text(cause)
+                return Trial(name=name, ok=False, cause=cause, seconds=1, run_dir=run_dir, code=code, tail=f"{cause}\nmore")
+            seen = {"samples_per_s": value, "window_too_short": False}
+            return Trial(name=name, ok=True, cause=None, seconds=1, run_dir=run_dir, code=0, measurement=seen)
+
+        monkeypatch.setattr(command, "run_trial", run_trial)
+        return asked
+
+    return instead
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
+    jobs = pretend({"baseline": 320, "replayed": 2697, "resident": 2710, "baseline-again": 328})
+    answer = asked(NET, "rungs.amp.enabled=true", "watch.trace_steps=9", "watch.enabled=false", out="a")
+    assert answer.exit_code == 0 and answer.text.splitlines() == [
+        "fastloop UP TO 8.3x WITHOUT DATA   net",
+        "if data were free: 2,697 samples/s (8.3x, measured)",
+        "if data and copies were free: 2,710 samples/s (8.4x, measured)",
+        "if the exchange were free: n/a: run.devices is 1: nothing is exchanged",
+        "as it is: 324 samples/s (before and after: 320 and 328)",
+        "FILES    a/headspace.json",
+    ]  # fmt: skip
+    assert [(name, job.variation) for name, job in jobs] == [
+        ("baseline", "as_it_is"), ("replayed", "replayed"), ("resident", "resident"), ("baseline-again", "as_it_is")]  # fmt: skip
+    config = jobs[1][1].config()
+    assert config.ladder.amp.enabled and config.watch.enabled and config.watch.trace_steps == 0
+    found = content(answer)
+    assert json.loads((tmp_path / "a" / "headspace.json").read_text()) == found
+    assert found["schema"] == 1 and found["run_dir"] == "a"
+    assert found["ceilings"]["replayed"]["samples_per_s"] == 2697
+    assert found["ceilings"]["replayed"]["ratio"] == pytest.approx(2697 / (320 * 328) ** 0.5)
+    assert found["baseline"]["drift_pct"] == pytest.approx(2.5) and len(found["trials"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [
+        ({"replayed": 101, "resident": 102}, "NOTHING TO GAIN: less than 3 % without data, copies or exchange"),
+        ({"replayed": 97, "resident": 99}, "NOTHING TO GAIN: less than 3 % without data, copies or exchange"),
+        ({"replayed": 101, "resident": 150}, "UP TO 1.50x WITHOUT DATA AND COPIES"),
+        ({"replayed": 148, "resident": 150}, "UP TO 1.48x WITHOUT DATA"),
+        ({"replayed": 101, "resident": 101, "no_exchange": 120}, "UP TO 1.20x WITHOUT THE EXCHANGE OF GRADIENTS"),
+        ({"replayed": "no", "resident": "no"}, "NO CEILING MEASURED"),
+    ],
+)
+def test_what_there_is_to_gain(rates: Rates, verdict: str, pretend: Callable[[Rates], Any]) -> None:
+    pretend({"baseline": 100, "baseline-again": 100, **rates})
+    devices = 2 if "no_exchange" in rates else 1
+    assert asked(NET, f"run.devices={devices}").text.splitlines()[0] == f"fastloop {verdict}   net"
+
+
+def test_a_machine_that_changes_its_speed_is_named(pretend: Callable[[Rates], Any]) -> None:
+    pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 90})
+    assert "the same run differed by -10.0 % before and after" in asked(NET).text
+    pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 101})
+    assert "NOTE" not in asked(NET).text
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_ceiling_that_fails_costs_no_other(pretend: Callable[[Rates], Any]) -> None:
+    pretend({"baseline": 100, "replayed": "killed by SIGKILL", "resident": 150, "baseline-again": "hung: no step"})
+    answer = asked(NET)
+    assert answer.exit_code == 0 and "if data were free: n/a: killed by SIGKILL" in answer.text
+    assert "if data and copies were free: 150 samples/s (1.50x, measured)" in answer.text
+    assert "NOTE     baseline-again: hung: no step" in answer.text
+    found = content(answer)["ceilings"]
+    assert found["replayed"] == {"samples_per_s": None, "ratio": None, "why": "killed by SIGKILL"}
+
+
+def test_without_a_baseline_there_is_nothing_to_compare(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
+    jobs = pretend({"baseline": "exit code 1: no luck"})
+    with pytest.raises(Failed) as raised:
+        asked(NET, out="a")
+    assert raised.value.exit_code == 1 and [name for name, _ in jobs] == ["baseline"]
+    assert str(raised.value) == "exit code 1: no luck\nmore\nfastloop: the run failed: exit code 1: no luck"
+    assert (tmp_path / "a" / "baseline" / "stderr.txt").is_file(), "what it said is kept"
+
+
+def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
+    pretend({"baseline": ("fastloop: got it", 2)})
+    with pytest.raises(Failed) as raised:
+        asked(NET)
+    assert raised.value.exit_code == 2 and str(raised.value) == "fastloop: got it\nmore"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over_without_force(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine").touch()
+    jobs = pretend({})
+    with pytest.raises(ConfigError, match="not empty"):
+        asked(NET, out="a")
+    assert jobs == []
+
+
+# -- as it is ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cost", "ratio"), [("load_ms", (3, 200)), ("step_ms", (0.8, 1.25))])
+def test_planted_costs(cost: str, ratio: tuple[float, float]) -> None:
+    answer = asked(SLOW, f"recipe.{cost}=20")
+    found = content(answer)
+    assert all(trial["ok"] for trial in found["trials"]), found["trials"]
+    for name in ("replayed", "resident"):
+        assert ratio[0] < found["ceilings"][name]["ratio"] < ratio[1], answer.text
+    assert ("WITHOUT DATA" in answer.text.splitlines()[0]) is (cost == "load_ms") or ratio[1] == 1.25
+
+
+def test_stopped_by_ctrl_c_it_leaves_no_process(tmp_path: Path) -> None:
+    code = ("from fastloop.commands.headspace import headspace\n"
+            f"headspace({str(NET)!r}, more=(), overrides=('recipe.at=3', 'recipe.does=hang', 'recipe.mark=mark'),"
+            " out='a', force=False, limit_s=60, progress=print)")  # fmt: skip
+    with program(cwd=tmp_path, code=code) as process:
+        wait_for((tmp_path / "mark").exists, limit_s=60)
+        processes = family(process)
+        assert len(processes) >= 3, "the command, the leash, the training"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+    wait_for(lambda: not alive(processes))
+    assert "KeyboardInterrupt" in (tmp_path / "err").read_text()

@@ -1,0 +1,94 @@
+"""Exchange that nothing hides, and slow ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fastloop.diagnose import findings
+from tests.diagnose.scenes import gpt2_tuned, on_cpu, ranks, scene, with_trace
+
+
+def two(**changes: Any) -> Any:
+    return gpt2_tuned(world_size=2, **changes)
+
+
+@pytest.mark.parametrize(("seen", "share", "gain", "source"), [
+    (two(ceilings={"no_exchange": 651.0}), 20.0, 25.0, "measured by a trial without it"),
+    (with_trace(two(), 100.0, {}, {"nccl": 30.0}, comm_exposed_ms=24.58), 20.0, 25.0, "traced"),
+    (two(comm_exposed=24.58), 20.0, 25.0, "by its marks"),
+    (two(comm_exposed=60.0, ceilings={"no_exchange": 651.0}), 20.0, 25.0, "measured by a trial without it"),
+], ids=["trial", "trace", "marks", "trial before marks"])  # fmt: skip
+def test_the_exchange_by_its_sources(seen: Any, share: float, gain: float, source: str) -> None:
+    (finding,) = findings(seen)
+    assert finding.bottleneck == "comm_exposed" and finding.share_pct == pytest.approx(share, abs=0.1)
+    assert finding.ceiling_gain_pct == pytest.approx(gain, abs=0.1) and source in finding.why
+    assert finding.ceiling_is_estimate is (not source.startswith("measured"))
+    assert finding.patch == {"rungs": {"overlap": {"enabled": True}}}
+
+
+@pytest.mark.parametrize("seen", [
+    two(), two(ceilings={"no_exchange": 530.0}), two(comm_exposed=6.0), gpt2_tuned(comm_exposed=60.0),
+    two(comm_exposed=60.0, ceilings={"no_exchange": 521.0}),
+], ids=["unknown", "2 % by trial", "under 5 %", "one rank", "the trial acquits it"])  # fmt: skip
+def test_no_exchange_to_name(seen: Any) -> None:
+    assert "comm_exposed" not in [finding.bottleneck for finding in findings(seen)]
+
+
+def test_a_rung_that_is_on_is_not_proposed() -> None:
+    (finding,) = findings(two(ceilings={"no_exchange": 651.0}), ("overlap",))
+    assert finding.patch is None and "overlap is on, and nothing shows that it took" in finding.why
+    took = {"overlap": {"gradient_as_bucket_view": True}}
+    (finding,) = findings(two(ceilings={"no_exchange": 651.0}, evidence=took), ("overlap",))
+    assert "overlap is on" not in finding.why and "comm_hook: bf16" in finding.why
+
+
+def world(*parts: dict[str, float], own: int = 0, **changes: Any) -> Any:
+    """What rank 0 hands in: its own parts, and those of all."""
+    named = ranks(*parts, step=40.0)
+    seen = on_cpu(**{"world_size": len(parts), **changes})
+    return dataclasses.replace(seen, ranks=named, parts_ms={**seen.parts_ms, **parts[own]})
+
+
+QUICK, SLOW = {"forward": 12.0, "backward": 26.0}, {"forward": 30.0, "backward": 8.0}
+
+
+def test_a_slow_rank_is_named_with_its_host_and_part() -> None:
+    (finding,) = findings(world(QUICK, QUICK, SLOW))
+    assert finding.bottleneck == "straggler" and finding.share_pct == pytest.approx(45)
+    assert "2 of 3 ranks wait for rank 2 on node-1 for 18.0 of 40.0 ms a step" in finding.why
+    assert "its forward takes 30.0 ms, theirs 12.0" in finding.why and finding.patch is None
+
+
+def test_a_slow_rank_0_is_not_blamed_twice() -> None:
+    asleep = {"blocked_ms": 18.5, "host_ms": {"forward": 30.0, "backward": 0.1}}
+    (finding,) = findings(world(SLOW, QUICK, **asleep))
+    assert finding.bottleneck == "straggler" and "rank 0" in finding.why
+    starved = {"data_wait": 20.0, "forward": 12.0, "backward": 7.0}
+    (finding,) = findings(world(starved, {"data_wait": 1.0, "forward": 12.0, "backward": 26.0}))
+    assert finding.bottleneck == "straggler" and "data_wait takes 20.0 ms, theirs 1.0" in finding.why
+
+
+def test_ranks_that_wait_for_data_alike_are_starved_and_no_stragglers() -> None:
+    starved = {"data_wait": 20.0, "forward": 12.0, "backward": 7.0}
+    assert [finding.bottleneck for finding in findings(world(starved, starved))] == ["data_wait"]
+
+
+def test_waiting_for_a_slow_rank_is_no_exchange() -> None:
+    seen = world(QUICK, SLOW, ceilings={"no_exchange": 1500.0})
+    assert [finding.bottleneck for finding in findings(seen)] == ["straggler"], "18 of the 18.7 ms"
+    more = world(QUICK, SLOW, ceilings={"no_exchange": 3200.0})
+    found = findings(more)
+    assert [finding.bottleneck for finding in found] == ["straggler", "comm_exposed"]
+    assert found[1].share_pct == pytest.approx(30) and found[1].ceiling_is_estimate, "the trial took both away"
+
+
+def test_a_rank_that_only_rank_0_waits_for_does_not_make_the_gpu_slow() -> None:
+    seen = scene(100.0, trail=50.0, gpu={"gr_active_pct": 99.0}, mfu={"datasheet": 0.2}, world_size=2, forward=30.0,
+                 backward=60.0, optimizer=10.0)  # fmt: skip
+    waits = ranks({"forward": 30.0, "backward": 60.0}, {"forward": 70.0, "backward": 20.0})
+    found = findings(dataclasses.replace(seen, ranks=waits))
+    shares = {finding.bottleneck: finding.share_pct for finding in found}
+    assert shares["straggler"] == pytest.approx(40) and shares["compute_bound"] == pytest.approx(60)

@@ -1,0 +1,141 @@
+"""Waiting for data and copies: the share, the reason, the patch, and what a trial has to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastloop.diagnose import WORTH_NAMING_PCT, findings
+from fastloop.measurement import Measurement
+from fastloop.records import Finding
+from tests.diagnose.scenes import resnet50_naive, scene
+
+MAP = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 8}
+
+
+def only(loader: dict[str, Any] | None = None, *, step: float | None = 100.0, wait: float | None = 60.0,
+         enabled: tuple[str, ...] = (), **seen: Any) -> Finding:  # fmt: skip
+    measurement = Measurement(step_ms={"mean": step}, parts_ms={"data_wait": wait},
+                              evidence={} if loader is None else {"loader": loader}, **seen)  # fmt: skip
+    (finding,) = findings(measurement, enabled)
+    return finding
+
+
+@pytest.mark.parametrize(("loader", "enabled", "patch", "advice"), [
+    (MAP, (), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
+    (MAP, ("amp",), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
+    (MAP, ("workers",), None, "no rung helps: workers is on but could not apply (its verdict says why)"),
+    ({**MAP, "map_style": False}, (), None,
+     "no rung helps: an iterable dataset has to be sharded by its owner before it can have workers"),
+    ({**MAP, "num_workers": None}, (), None,
+     "no rung helps: this loader is not a DataLoader; make its batches ahead of need"),
+    ({**MAP, "num_workers": 6}, (), None,
+     "no rung of this version helps: num_workers=6 on 8 CPUs is not enough; cheapen the transforms"),
+    ({**MAP, "num_workers": 6}, ("workers",), None,
+     "no rung of this version helps: num_workers=6 on 8 CPUs is not enough; cheapen the transforms"),
+    ({**MAP, "num_workers": 2}, (), None,
+     "no further rung helps: num_workers=2 and 8 CPUs are usable: set num_workers=7 in your loader"),
+    ({**MAP, "num_workers": 2}, ("workers",), None,
+     "no further rung helps: num_workers=2 and 8 CPUs are usable: write rungs.workers.count: 7"),
+    ({**MAP, "num_workers": 8, "usable_cpus": None}, (), None,
+     "no rung of this version helps: num_workers=8 on None CPUs is not enough; cheapen the transforms"),
+    (None, (), None, "no rung helps: this loader is not a DataLoader; make its batches ahead of need"),
+])  # fmt: skip
+def test_data_wait_and_what_to_do(loader: Any, enabled: tuple[str, ...], patch: Any, advice: str) -> None:
+    finding = only(loader, enabled=enabled)
+    assert finding.bottleneck == "data_wait" and finding.share_pct == pytest.approx(60)
+    assert finding.patch == patch
+    idle = "the device had nothing to do for 60.0 of 100.0 ms a step: the next batch was not there"
+    assert finding.why == f"{idle}; {advice}"
+    assert finding.ceiling_is_estimate
+
+
+def test_cpus_are_shared_by_the_ranks_of_a_host() -> None:
+    four = {**MAP, "num_workers": 2}
+    assert "num_workers=7" in only(four).why
+    assert "is not enough" in only(four, world_size=4).why, "8 CPUs for 4 ranks leave each one worker"
+    alone = tuple({"rank": rank, "host": f"node-{rank}", "parts_ms": {}} for rank in range(4))
+    assert "num_workers=7" in only(four, world_size=4, ranks=alone).why, "each rank has a host of its own"
+
+
+def test_a_gpu_is_called_one() -> None:
+    assert only(MAP, device="cuda").why.startswith("the GPU had nothing to do for 60.0 of 100.0 ms")
+
+
+@pytest.mark.parametrize("wait", [0.0, 1.0, 4.99])
+def test_below_the_threshold_nothing_is_named(wait: float) -> None:
+    finding = only(MAP, wait=wait)
+    assert finding.bottleneck == "none" and finding.share_pct is None and finding.patch is None
+    assert f"data_wait, {wait:.1f} % of the step" in finding.why
+    assert only(MAP, wait=WORTH_NAMING_PCT).bottleneck == "data_wait"
+
+
+@pytest.mark.parametrize(("wait", "name"), [(0.24, "none"), (0.26, "data_wait")])
+def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
+    assert only(MAP, step=2.0, wait=wait).bottleneck == name
+
+
+@pytest.mark.parametrize("wait", [5.0, 20.0, 50.0, 90.0, 99.0])
+def test_the_estimate_is_the_step_without_the_wait(wait: float) -> None:
+    finding = only(MAP, wait=wait)
+    assert finding.ceiling_gain_pct is not None
+    assert 100 / (1 + finding.ceiling_gain_pct / 100) == pytest.approx(100 - wait)
+
+
+@pytest.mark.parametrize("wait", [100.0, 100.001, 250.0])
+def test_a_step_that_is_all_wait_has_no_ceiling(wait: float) -> None:
+    finding = only(MAP, wait=wait)
+    assert finding.share_pct == 100 and finding.ceiling_gain_pct is None
+
+
+@pytest.mark.parametrize(("ceilings", "gain"), [
+    ({"replayed": 2592.0, "resident": 2697.0}, 700.0), ({"replayed": 2592.0}, 700.0), ({"resident": 2697.0}, 732.4),
+])  # fmt: skip
+def test_a_trial_beats_the_estimate(ceilings: dict[str, float], gain: float) -> None:
+    first, *rest = findings(resnet50_naive(ceilings=ceilings))
+    assert first.bottleneck == "data_wait" and rest == []
+    assert first.ceiling_gain_pct == pytest.approx(gain, abs=0.1) and not first.ceiling_is_estimate
+    assert "measured" in first.detail[0]
+    (estimated,) = findings(resnet50_naive())
+    assert estimated.ceiling_is_estimate and estimated.detail == ()
+
+
+@pytest.mark.parametrize(("rate", "named"), [(102.9, False), (103.1, True), (90.0, False)])
+def test_a_trial_that_gains_nothing_acquits_the_loader(rate: float, named: bool) -> None:
+    seen = scene(100.0, data_wait=30.0, trail=0.0, gpu={"gr_active_pct": 70.0}, samples_per_s=100.0,
+                 ceilings={"replayed": rate})  # fmt: skip
+    found = findings(seen)
+    assert ("data_wait" in [finding.bottleneck for finding in found]) is named
+    if not named:
+        assert "30.0 % of the step, but with free data" in found[0].why and "(measured)" in found[0].why
+
+
+@pytest.mark.parametrize(("enabled", "loader", "rungs"), [
+    ((), {}, ["pin", "prefetch"]), (("pin",), {}, ["prefetch"]), (("prefetch",), {}, ["pin"]),
+    ((), {"pin_memory": True}, ["prefetch"]), ((), {"num_workers": None}, ["prefetch"]),
+    (("pin", "prefetch"), {}, None),
+])  # fmt: skip
+def test_copies(enabled: tuple[str, ...], loader: dict[str, Any], rungs: list[str] | None) -> None:
+    seen = scene(100.0, h2d=40.0, trail=30.0, loader={**MAP, **loader})
+    (finding,) = findings(seen, enabled)
+    assert finding.bottleneck == "h2d" and finding.share_pct == pytest.approx(40)
+    assert finding.why.startswith("moving batches to the GPU took 40.0 of 100.0 ms a step")
+    assert (None if finding.patch is None else list(finding.patch["rungs"])) == rungs
+    assert ("no rung helps" in finding.why) is (rungs is None)
+
+
+def test_copies_are_the_gap_between_replayed_and_resident() -> None:
+    ceilings = {"replayed": 100.0, "resident": 160.0}
+    (finding,) = findings(scene(100.0, h2d=40.0, trail=30.0, samples_per_s=100.0, ceilings=ceilings))
+    assert finding.ceiling_gain_pct == pytest.approx(60) and not finding.ceiling_is_estimate
+    (finding,) = findings(scene(100.0, h2d=40.0, trail=30.0, samples_per_s=100.0, ceilings={"resident": 120.0}))
+    assert finding.ceiling_gain_pct == pytest.approx(20), "the estimate of 67 % is more than a resident batch gained"
+    same = {"replayed": 100.0, "resident": 101.0}
+    (finding,) = findings(scene(100.0, h2d=40.0, trail=30.0, samples_per_s=100.0, ceilings=same))
+    assert finding.bottleneck == "none"
+
+
+def test_on_the_cpu_no_rung_hides_a_move() -> None:
+    (finding,) = findings(scene(100.0, h2d=40.0, device="cpu"))
+    assert finding.bottleneck == "h2d" and finding.patch is None and "batch transfer hooks" in finding.why

@@ -1,0 +1,149 @@
+"""A GPU that always has work: well used, held up by fp32 math or memory, or slow for a reason in its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fastloop.diagnose import findings
+from tests.diagnose.scenes import BF16, gpt2_naive, gpt2_tuned, resnet50_naive, resnet50_resident, scene, with_trace
+
+TOOK = {"amp": {"dtype": "torch.bfloat16"}, "layout": {"channels_last_convs": 53}, "compile": {"graphs": 3}}
+
+
+def test_naive_gpt2_is_busy_and_not_fast() -> None:
+    (finding,) = findings(gpt2_naive(ceilings={"resident": 40.6}))
+    assert finding.bottleneck == "fp32_math" and finding.share_pct == pytest.approx(100)
+    for said in ("NVML 99.7 %", "tensor cores 0 % active", "36 TFLOP/s = 54 % of fp32's 67 and 3.7 % of bf16's 989",
+                 "not workers, not pin (with free data 1.00x, measured)"):  # fmt: skip
+        assert said in finding.why
+    assert finding.patch == {"rungs": {"amp": {"enabled": True}}}
+    assert finding.ceiling_gain_pct is None, "without a trace nobody knows which share the products have"
+    (guessed,) = findings(gpt2_naive())
+    assert "nothing waits for data" in guessed.why and "measured" not in guessed.why
+
+
+@pytest.mark.parametrize(("change", "name"), [
+    ({"mfu": {"datasheet": 0.017, "dtype_in_use": 0.25}}, "fp32_math"),
+    ({"mfu": {"datasheet": 0.017, "dtype_in_use": 0.24}}, "compute_bound"),
+    ({"gpu": {"gr_active_pct": 99.0, "tensor_active_pct": 24.0}}, "fp32_math"),
+    ({"gpu": {"gr_active_pct": 99.0, "tensor_active_pct": 26.0}}, "compute_bound"),
+    ({"precision": "bf16-mixed", "peaks": BF16}, "compute_bound"),
+    ({"peaks": {}, "precision": "32-true"}, "fp32_math"),
+    ({"peaks": {}, "precision": None}, "compute_bound"),
+    ({"mfu": {}}, "none"),
+    ({"trail": None, "lead_ms": None, "gpu": {"tensor_active_pct": 0.0}}, "none"),
+    ({"device": "cpu"}, "none"),
+])  # fmt: skip
+def test_what_makes_it_fp32_math(change: dict[str, Any], name: str) -> None:
+    assert findings(gpt2_naive(**change))[0].bottleneck == name
+
+
+def test_a_trace_of_the_products_gives_the_ceiling() -> None:
+    seen = with_trace(gpt2_naive(mfu={}), 1578.8, {}, {"gemm": 1263.0, "elementwise": 315.8})
+    (finding,) = findings(seen)
+    assert finding.bottleneck == "fp32_math" and finding.ceiling_is_estimate
+    assert finding.ceiling_gain_pct == pytest.approx(293, abs=2), "80 % of the step at 67/989 of its time"
+
+
+def test_a_starved_gpu_is_not_blamed_for_its_arithmetic() -> None:
+    seen = resnet50_naive(mfu={"datasheet": 0.008, "dtype_in_use": 0.3})
+    assert [finding.bottleneck for finding in findings(seen)] == ["data_wait"]
+    assert [finding.bottleneck for finding in findings(gpt2_naive(data_wait=150.0))] == ["fp32_math", "data_wait"]
+    assert [finding.bottleneck for finding in findings(gpt2_naive(data_wait=160.0))] == ["data_wait"]
+
+
+def test_a_gap_and_slow_arithmetic_are_both_named() -> None:
+    found = findings(gpt2_naive(validation=300.0))
+    assert [finding.bottleneck for finding in found] == ["fp32_math", "validation"]
+    assert sum(finding.share_pct or 0 for finding in found) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("seen", [gpt2_tuned(), gpt2_tuned(trail=0.1), gpt2_tuned(mfu={"datasheet": 0.35}),
+                                  gpt2_tuned(mfu={}, gpu={"gr_active_pct": 99.0, "tensor_active_pct": 60.0})],
+                         ids=["full", "reads its loss", "just", "tensor cores"])  # fmt: skip
+def test_a_tuned_script_gets_no_advice(seen: Any) -> None:
+    (finding,) = findings(seen)
+    assert finding.bottleneck == "compute_bound" and finding.patch is None and finding.ceiling_gain_pct is None
+    assert finding.why.startswith("the GPU is the limit and well used") and finding.why.endswith("nothing to gain")
+
+
+@pytest.mark.parametrize(("gpu", "peaks", "name"), [
+    ({"dram_active_pct": 55.0}, {}, "memory_bound"), ({"dram_active_pct": 54.0}, {}, "compute_bound"),
+    ({"dram_active_pct": 53.8}, {"dram_tb_per_s": 4.8, "measured_copy_tb_per_s": 4.3}, "memory_bound"),
+    ({"dram_active_pct": 53.7}, {"dram_tb_per_s": 4.8, "measured_copy_tb_per_s": 4.3}, "compute_bound"),
+    ({"dram_active_pct": 80.0, "tensor_active_pct": 61.0}, {}, "compute_bound"), ({}, {}, "compute_bound"),
+])  # fmt: skip
+def test_what_makes_it_memory(gpu: dict[str, float], peaks: dict[str, float], name: str) -> None:
+    seen = resnet50_resident(gpu={"gr_active_pct": 99.9, "tensor_active_pct": 20.0, **gpu}, peaks=peaks)
+    assert findings(seen)[0].bottleneck == name
+
+
+@pytest.mark.parametrize(("change", "enabled", "patch"), [
+    ({}, (), "layout"), ({"flops": {}}, (), "compile"), ({}, ("layout",), "compile"),
+    ({"precision": "32-true", "peaks": {}}, (), "amp"),
+    ({"precision": "32-true", "peaks": {}, "flops": {}}, (), "compile"),
+    ({}, ("amp", "layout", "compile"), None),
+    ({"evidence": {"model": {"compiled": True, "channels_last": True}}}, (), None),
+])  # fmt: skip
+def test_what_helps_against_memory(change: dict[str, Any], enabled: tuple[str, ...], patch: str | None) -> None:
+    seen = resnet50_resident(**{"evidence": TOOK, **change})
+    (finding,) = findings(seen, enabled)
+    assert finding.bottleneck == "memory_bound" and "DRAM 55 % active" in finding.why
+    assert finding.patch == (None if patch is None else {"rungs": {patch: {"enabled": True}}})
+    if patch is None:
+        assert finding.why.endswith("no rung helps: compile, layout and amp are on, or do not apply here")
+
+
+SLOW = {"mfu": {"datasheet": 0.2}, "gpu": {"gr_active_pct": 99.0, "tensor_active_pct": 20.0}}
+
+
+@pytest.mark.parametrize(("families", "enabled", "says", "patch"), [
+    ({"optimizer": 40.0}, (), "the optimizer takes 33 % of it", "fused"),
+    ({"optimizer": 40.0}, ("fused",), "the optimizer takes 33 % of it", "compile"),
+    ({"attention": 60.0, "optimizer": 20.0}, (), "scaled_dot_product_attention", None),
+    ({"elementwise": 20.0, "normalisation": 30.0}, (), "elementwise work and normalisation take 42 % of it", "compile"),
+    ({"optimizer": 17.0}, (), "a trace shows", None),
+])  # fmt: skip
+def test_slow_kernels_by_family(families: dict[str, float], enabled: tuple[str, ...], says: str, patch: Any) -> None:
+    seen = with_trace(gpt2_tuned(evidence={"fused": {"fused_groups": 1}}, **SLOW), 120.0, {}, families)
+    (finding,) = findings(seen, enabled)
+    assert finding.bottleneck == "compute_bound" and says in finding.why and "18 %" not in finding.why
+    assert finding.patch == (None if patch is None else {"rungs": {patch: {"enabled": True}}})
+
+
+def test_kernels_of_inductor_show_that_it_is_compiled() -> None:
+    loose = {"elementwise": 60.0}
+    seen = with_trace(gpt2_tuned(**SLOW), 120.0, {}, loose, top=[{"name": "triton_poi_fused_add_0", "ms": 3.0}])
+    assert findings(seen)[0].patch is None
+    eager = with_trace(gpt2_tuned(**SLOW), 120.0, {}, loose, top=[{"name": "vectorized_elementwise", "ms": 3.0}])
+    assert findings(eager)[0].patch == {"rungs": {"compile": {"enabled": True}}}
+
+
+@pytest.mark.parametrize(("change", "says", "patch"), [
+    ({"precision": "32-true", "peaks": {"dtype": "tf32"}}, "its products work in tf32", {"amp": {"enabled": True}}),
+    ({"gpu": {"gr_active_pct": 99.0, "sm_active_pct": 49.0}, "micro_batch": 8, "global_batch": 32},
+     "only 49 % of its SMs have work", {"batch": {"enabled": True, "micro_batch": 32}}),
+    ({"gpu": {"gr_active_pct": 99.0, "sm_active_pct": 51.0}, "micro_batch": 8, "global_batch": 32},
+     "a trace shows", None),
+    ({"gpu": {"gr_active_pct": 99.0, "sm_active_pct": 49.0}}, "a trace shows", None),
+])  # fmt: skip
+def test_slow_for_a_reason_that_needs_no_trace(change: dict[str, Any], says: str, patch: Any) -> None:
+    (finding,) = findings(gpt2_tuned(**{**SLOW, **change}))
+    assert finding.bottleneck == "compute_bound" and says in finding.why
+    assert finding.patch == (None if patch is None else {"rungs": patch})
+
+
+def test_a_mix_of_fp32_and_tf32_goes_by_where_the_work_is() -> None:
+    mix = {"peaks": {"dtype": "fp32 + tf32", "convolution_tf32": True}, "precision": "32-true"}
+    assert findings(gpt2_naive(**mix, flops={"matmul": 9.0, "convolution": 1.0}))[0].bottleneck == "fp32_math"
+    assert findings(gpt2_naive(**mix, flops={"matmul": 1.0, "convolution": 9.0}))[0].bottleneck == "compute_bound"
+
+
+def test_where_nothing_was_measured_nothing_is_claimed() -> None:
+    (finding,) = findings(scene(20.0, trail=18.0))
+    assert finding.bottleneck == "none" and "how well it is used was not measured" in finding.why
+    counted = dataclasses.replace(gpt2_naive(), flops={"at_least": True})
+    assert "at least 36 TFLOP/s" in findings(counted)[0].why

@@ -1,0 +1,206 @@
+"""What the host does while the device could work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fastloop.diagnose import findings
+from tests.diagnose.scenes import cifar10_launches, gpt2_naive, on_cpu, scene, with_trace
+
+ITEM = {"where": "train.py:40", "what": ".item()", "per_step": 1.0, "ms_per_step": 2.0, "instead": "log it detached"}
+
+
+def names(seen: Any, enabled: tuple[str, ...] = ()) -> list[str]:
+    return [finding.bottleneck for finding in findings(seen, enabled)]
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+
+def test_launches_are_the_idle_time_that_the_counters_see() -> None:
+    (finding,) = findings(cifar10_launches())
+    assert finding.bottleneck == "launch_bound" and finding.share_pct == pytest.approx(46)
+    assert "2.81 of 6.10 ms a step (a kernel ran 54 % of the time, 0.02 ms of work left" in finding.why
+    assert finding.patch == {"rungs": {"compile": {"enabled": True}}}
+    assert finding.ceiling_gain_pct == pytest.approx(85.2, abs=0.1) and finding.ceiling_is_estimate
+
+
+def test_without_a_reading_it_is_a_bound_and_says_so() -> None:
+    (finding,) = findings(cifar10_launches(gpu={}))
+    assert finding.bottleneck == "launch_bound" and "at most 6.10 of 6.10" in finding.why and "a bound" in finding.why
+    assert finding.ceiling_gain_pct is None, "nothing can be promised from a bound"
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"gpu": {"gr_active_pct": 94.9}}, True), ({"gpu": {"gr_active_pct": 95.1}}, False),
+    ({"gpu": {"nvml_busy_pct": 53.0}}, True), ({"gpu": {"nvml_busy_pct": 99.7}}, False),
+    ({"trail": 0.29}, True), ({"trail": 0.32}, False),  # 5 % of 6.1 ms
+    ({"trail": None, "lead_ms": 0.03}, True), ({"trail": None, "lead_ms": 5.0}, False),
+    ({"trail": None, "lead_ms": None}, False),
+])  # fmt: skip
+def test_it_takes_an_empty_queue_and_an_idle_device(change: dict[str, Any], named: bool) -> None:
+    assert ("launch_bound" in names(cifar10_launches(**change))) is named
+
+
+def test_a_short_batch_of_a_long_step_is_not_an_empty_queue() -> None:
+    assert "launch_bound" not in names(gpt2_naive(gpu={}, trail=60.0)), "60 ms are a third of one of its 8 batches"
+    assert "launch_bound" in names(gpt2_naive(gpu={}, trail=9.0))
+
+
+def test_what_another_part_owns_is_not_launches() -> None:
+    seen = scene(100.0, callbacks_logging=40.0, trail=0.0, gpu={"gr_active_pct": 58.0})
+    assert names(seen) == ["callbacks_logging"], "40 of the 42 idle milliseconds are the callbacks'"
+
+
+def test_nvml_is_not_trusted_on_a_starved_device() -> None:
+    starved = {"data_wait": 170.0, "trail": 0.0}
+    assert names(scene(197.5, gpu={"nvml_busy_pct": 4.1}, **starved)) == ["data_wait"]
+    assert names(scene(197.5, gpu={"gr_active_pct": 4.1}, **starved)) == ["data_wait", "launch_bound"]
+
+
+@pytest.mark.parametrize(("change", "enabled", "patch"), [
+    ({"micro_batch": 32}, (), {"batch": {"enabled": True, "micro_batch": 128}}),
+    ({"micro_batch": 4}, (), {"batch": {"enabled": True, "micro_batch": 32}}),
+    ({"micro_batch": 32, "world_size": 4}, (), {"compile": {"enabled": True}}),
+    ({"micro_batch": 32}, ("batch",), {"compile": {"enabled": True}}),
+    ({"micro_batch": None}, (), {"compile": {"enabled": True}}),
+    ({}, ("compile",), {"fused": {"enabled": True}}),
+    ({}, ("compile", "fused"), None),
+])  # fmt: skip
+def test_what_helps_against_launches(change: dict[str, Any], enabled: tuple[str, ...], patch: Any) -> None:
+    evidence = {"compile": {"graphs": 3}, "fused": {"fused_groups": 1}}
+    (finding,) = findings(cifar10_launches(evidence=evidence, **change), enabled)
+    assert finding.bottleneck == "launch_bound"
+    assert finding.patch == (None if patch is None else {"rungs": patch})
+    if patch is None:
+        assert "reduce-overhead replays CUDA graphs" in finding.why and "amp" not in finding.why
+
+
+def test_a_rung_that_did_not_take_is_said_to_be_on() -> None:
+    enabled = ("compile", "fused")
+    (finding,) = findings(cifar10_launches(evidence={"compile": {"graphs": 0}}), enabled)
+    assert "compile is on but did not take" in finding.why and "fused is on, and nothing shows" in finding.why
+    took = {"compile": {"graphs": 2, "failures": []}, "fused": {"fused_groups": 1}}
+    (finding,) = findings(cifar10_launches(evidence=took), enabled)
+    assert "is on but" not in finding.why and "is on, and" not in finding.why
+
+
+def test_a_trace_divides_the_idle_time_and_is_scaled_to_the_untraced_step() -> None:
+    seen = with_trace(cifar10_launches(), 3.05, {"data": 0.0, "launch": 6.1, "sync": 0.0, "other": 0.0}, {"gemm": 2.0})
+    (finding,) = findings(seen)  # traced, the step took 9.15 ms; 3.05 of the real 6.1 are idle
+    assert finding.bottleneck == "launch_bound" and finding.share_pct == pytest.approx(50) and "traced" in finding.why
+    full = with_trace(cifar10_launches(trail=5.0), 6.1, {"launch": 6.0}, {"gemm": 6.0})
+    assert "launch_bound" not in names(full), "only the profiler made it wait"
+    skipped = dataclasses.replace(cifar10_launches(), kernels={"skipped": "another profiler"})
+    assert findings(skipped) == findings(cifar10_launches())
+
+
+# -- a step too small, on the CPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "loop", "name"), [
+    (0.4, 0.16, "launch_bound"), (4.9, 1.3, "launch_bound"), (4.9, 1.1, "none"), (5.0, 1.3, "host_other"),
+    (0.4, 0.06, "none"), (40.0, 2.1, "host_other"), (40.0, 1.9, "none"),
+])  # fmt: skip
+def test_a_step_too_small_for_its_loop(step: float, loop: float, name: str) -> None:
+    (finding,) = findings(scene(step, device="cpu", host_other=loop))
+    assert finding.bottleneck == name
+    assert ("more work per step" in finding.why) is (name == "launch_bound")
+
+
+def test_what_any_loop_pays_counts_as_the_loops_own() -> None:
+    seen = scene(0.4, device="cpu", host_other=0.06, callbacks_logging=0.03, data_wait=0.03)
+    (finding,) = findings(seen)
+    assert finding.bottleneck == "launch_bound" and finding.share_pct == pytest.approx(30)
+
+
+# -- synchronisations -------------------------------------------------------------------------------------------------
+
+
+def test_lines_that_synchronise_come_before_launches() -> None:
+    (finding,) = findings(cifar10_launches(syncs=({**ITEM, "ms_per_step": 3.5},)))
+    assert finding.bottleneck == "sync" and finding.share_pct == pytest.approx(46), "no more than was idle"
+    assert "train.py:40 .item(), 1 a step, 3.50 ms a step" in finding.why and "log it detached" in finding.why
+    assert finding.patch is None
+    assert names(cifar10_launches(syncs=(ITEM,))) == ["sync", "launch_bound"], "2.0 ms are the line's, 0.8 are not"
+    assert names(cifar10_launches(syncs=({**ITEM, "ms_per_step": None},))) == ["sync"]
+
+
+@pytest.mark.parametrize("change", [{"trail": 5.0}, {"gpu": {"gr_active_pct": 97.0}}])
+def test_a_synchronisation_that_leaves_the_device_busy_is_none(change: dict[str, Any]) -> None:
+    assert "sync" not in names(cifar10_launches(syncs=(ITEM,), **change))
+
+
+def test_waiting_long_for_a_busy_gpu_costs_nothing() -> None:
+    """A loss read each step waits 1.5 s for a step of 1.5 s; the GPU idles for next to none of it."""
+    seen = gpt2_naive(trail=0.0, lead_ms=0.0, syncs=({**ITEM, "ms_per_step": 1500.0},))
+    assert names(seen) == ["fp32_math"]
+
+
+def test_a_rare_line_is_not_held_against_the_step() -> None:
+    assert names(cifar10_launches(syncs=({**ITEM, "ms_per_step": None, "per_step": 0.02},))) == ["launch_bound"]
+
+
+def test_a_trace_tells_synchronisations_from_launches() -> None:
+    seen = with_trace(cifar10_launches(), 3.05, {"launch": 1.0, "sync": 2.05}, {"gemm": 2.0})
+    first, second = findings(seen)
+    assert (first.bottleneck, second.bottleneck) == ("sync", "launch_bound")
+    assert first.share_pct == pytest.approx(33.6, abs=0.1) and "diagnose --syncs" in first.why
+
+
+def test_on_the_cpu_lines_are_named_without_a_share_and_last() -> None:
+    (finding,) = findings(on_cpu(syncs=({**ITEM, "ms_per_step": None},)))
+    assert finding.bottleneck == "sync" and finding.share_pct is None and finding.ceiling_gain_pct is None
+    assert "costs nothing on the CPU" in finding.why and "train.py:40" in finding.why and finding.patch is None
+    assert names(on_cpu(data_wait=12.0, syncs=({**ITEM, "ms_per_step": None},))) == ["data_wait", "sync"]
+    assert names(on_cpu()) == ["none"]
+
+
+# -- callbacks, and the host itself -----------------------------------------------------------------------------------
+
+
+def test_callbacks_with_the_slowest_by_name() -> None:
+    hooks = {"Slow.on_train_batch_end": 9.7, "Logger.log": 0.3, "A.b": 0.2, "quick": 0.1}
+    (finding,) = findings(on_cpu(callbacks_logging=10.0, hooks_ms=hooks))
+    assert finding.bottleneck == "callbacks_logging" and finding.share_pct == pytest.approx(25)
+    assert "10.0 of 40.0 ms a step (slowest: Slow.on_train_batch_end 9.70 ms, Logger.log 0.30 ms" in finding.why
+    assert "quick" not in finding.why and "log_every_n_steps" in finding.why and finding.patch is None
+
+
+@pytest.mark.parametrize(("step", "ms", "named"), [(40.0, 1.9, False), (40.0, 2.1, True), (1.0, 0.24, False),
+                                                   (1.0, 0.26, True)])  # fmt: skip
+def test_the_price_of_a_progress_bar_is_not_named(step: float, ms: float, named: bool) -> None:
+    assert ("callbacks_logging" in names(scene(step, device="cpu", callbacks_logging=ms))) is named
+
+
+@pytest.mark.parametrize(("blocked", "named"), [(20.0, True), (4.1, True), (3.9, False), (None, False)])
+def test_a_host_asleep_on_the_cpu(blocked: float | None, named: bool) -> None:
+    found = findings(on_cpu(blocked_ms=blocked, host_ms={"forward": 25.0, "backward": 9.0}))
+    assert (found[0].bottleneck == "host_other") is named
+    if named:
+        assert "off the processor" in found[0].why and "in forward)" in found[0].why and found[0].patch is None
+
+
+def test_with_several_ranks_a_backward_may_wait_for_the_exchange() -> None:
+    waits = {"blocked_ms": 20.0, "host_ms": {"forward": 8.0, "backward": 22.0}}
+    assert names(on_cpu(**waits)) == ["host_other"]
+    assert names(on_cpu(**waits, world_size=2)) == ["none"]
+    asleep = {"blocked_ms": 20.0, "host_ms": {"forward": 26.0, "backward": 6.0}}
+    assert names(on_cpu(**asleep, world_size=2)) == ["host_other"], "at least 14 ms are not the backward's"
+    assert names(on_cpu(blocked_ms=20.0, world_size=2)) == ["none"], "the backward's share is not known"
+
+
+def test_a_host_asleep_beside_a_gpu_counts_only_where_the_gpu_waited() -> None:
+    asleep = {"blocked_ms": 45.0, "host_ms": {"forward": 42.0, "backward": 5.0}, "trail": 30.0}
+    idle = scene(60.0, gpu={"gr_active_pct": 50.0}, **asleep)
+    (finding,) = findings(idle)
+    assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(50)
+    assert "host_other" not in names(scene(60.0, gpu={"gr_active_pct": 98.0}, **asleep))
+
+
+def test_a_loop_busy_between_its_hooks() -> None:
+    (finding,) = findings(on_cpu(host_other=10.0))
+    assert finding.bottleneck == "host_other" and "between its hooks took 10.0 of 40.0" in finding.why

@@ -1,0 +1,75 @@
+"""Every millisecond has one owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastloop.diagnose.split import device_limits, drained, exchange_ms, inside, part_ms, total
+from fastloop.measurement import Measurement
+from tests.diagnose.scenes import cifar10_launches, gpt2_naive, gpt2_tuned, on_cpu, resnet50_naive, scene, with_trace
+
+LINE = {"where": "a.py:1", "per_step": 1.0, "ms_per_step": 1.0}
+
+
+@pytest.mark.parametrize("seen", [
+    gpt2_naive(), gpt2_tuned(world_size=2, ceilings={"no_exchange": 600.0}), cifar10_launches(), on_cpu(),
+    cifar10_launches(syncs=(LINE,), blocked_ms=2.0, host_ms={"backward": 1.0}), cifar10_launches(gpu={}),
+    with_trace(cifar10_launches(), 3.0, {"launch": 2.0, "sync": 1.0, "other": 3.0}, {}), resnet50_naive(),
+], ids=["busy", "exchange", "launches", "cpu", "sync and sleep", "bound", "trace", "starved"])  # fmt: skip
+def test_the_owners_add_up_to_the_compute_phases(seen: Measurement) -> None:
+    split = inside(seen)
+    assert split is not None
+    owned = [split.waits, split.comm, split.sync or 0.0, split.blocked or 0.0, split.launch or 0.0, split.busy]
+    assert sum(owned) == pytest.approx(total(seen, ("forward", "backward", "optimizer"))) and min(owned) >= 0
+
+
+def test_sleep_comes_before_launches_and_after_synchronisations() -> None:
+    seen = scene(10.0, trail=0.0, gpu={"gr_active_pct": 40.0}, syncs=(LINE,), blocked_ms=5.0, host_ms={"backward": 3.0})
+    split = inside(seen)
+    assert split is not None and split.source == "counters"
+    assert (split.sync, split.blocked, split.launch, split.busy) == pytest.approx((1.0, 2.0, 3.0, 4.0))
+
+
+def test_a_traced_sleep_is_taken_from_what_the_trace_could_not_place() -> None:
+    seen = with_trace(scene(10.0, trail=0.0, blocked_ms=3.0, host_ms={"backward": 0.0}), 5.0,
+                      {"launch": 3.0, "other": 2.0}, {})  # fmt: skip
+    split = inside(seen)
+    assert split is not None and (split.blocked, split.launch) == pytest.approx((3.0, 2.0))
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    ({"trail": 0.19}, True), ({"trail": 0.21}, False), ({"trail": None, "lead_ms": 0.1}, True),
+    ({"trail": None, "lead_ms": None}, None), ({"trail": 9.0, "lead_ms": 0.1}, False),
+])  # fmt: skip
+def test_a_queue_is_empty_below_two_tenths(change: dict[str, Any], expected: bool | None) -> None:
+    assert drained(cifar10_launches(step=2.0, **change)) is expected
+
+
+def test_or_below_five_per_cent_of_a_batch() -> None:
+    assert drained(scene(100.0, trail=4.9)) and not drained(scene(100.0, trail=5.1))
+    four = {"micro_batch": 8, "global_batch": 64, "world_size": 2}
+    assert drained(scene(100.0, trail=1.2, **four)) and not drained(scene(100.0, trail=1.3, **four))
+
+
+@pytest.mark.parametrize(("seen", "expected"), [
+    (gpt2_naive(), True), (gpt2_tuned(), True), (gpt2_naive(trail=0.0), True),
+    (gpt2_naive(trail=0.0, gpu={"gr_active_pct": 89.0}), False), (gpt2_naive(device="cpu"), False),
+    (resnet50_naive(), False), (cifar10_launches(), False), (gpt2_tuned(callbacks_logging=12.0), True),
+    (gpt2_tuned(callbacks_logging=12.5), False), (gpt2_tuned(validation=60.0), True), (Measurement(), False),
+], ids=range(11))  # fmt: skip
+def test_when_the_device_is_the_limit(seen: Measurement, expected: bool) -> None:
+    assert device_limits(seen) is expected
+
+
+def test_a_part_is_no_longer_than_the_step_and_unknown_stays_unknown() -> None:
+    seen = Measurement(step_ms={"mean": 10.0}, parts_ms={"data_wait": 12.0, "h2d": None, "forward": -1.0})
+    assert part_ms(seen, "data_wait") == 10.0
+    assert part_ms(seen, "h2d") is part_ms(seen, "forward") is part_ms(seen, "nonsense") is None
+    assert total(seen, ("h2d", "forward")) is None and inside(seen) is None
+
+
+def test_the_exchange_of_one_rank_is_none() -> None:
+    assert exchange_ms(gpt2_tuned(comm_exposed=20.0)) is None
+    assert exchange_ms(gpt2_tuned(comm_exposed=20.0, world_size=2)) == (20.0, "marks")

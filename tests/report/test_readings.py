@@ -1,0 +1,103 @@
+"""Tables that only some runs have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fastloop.measurement import GPU_READINGS, Measurement
+from fastloop.report import readings
+from tests.report import samples
+from tests.report.test_tables import values
+
+
+def titles(seen: Measurement) -> list[str]:
+    return [table.title for table in readings.tables(seen)]
+
+
+@pytest.mark.parametrize("run", sorted(samples.RUNS))
+def test_rows_are_as_long_as_the_head(run: str) -> None:
+    for table in readings.tables(samples.RUNS[run]().seen):
+        assert table.rows and {len(row) for row in table.rows} == {len(table.head)}
+        assert all(column < len(table.head) for column in table.numeric)
+        assert all(type(cell) is str and "nan" not in cell for row in table.rows for cell in row)
+
+
+def test_what_was_not_measured_has_no_table_and_a_line_that_says_why() -> None:
+    assert titles(Measurement()) == []
+    said = readings.missing(Measurement(kernels={"skipped": "a profiler is running"}, flops={"why": "no eager memory"}))
+    assert len(said) == 5 and "a profiler is running" in said[2] and "no eager memory" in said[1]
+    full = samples.gpt2().seen
+    assert readings.missing(full) == []
+    assert titles(full) == ["The GPU", "Work and energy", "Kernels, from the trace", "The longest kernels",
+                            "Synchronisations", "Ceilings", "The slowest hooks", "Later looks at the step"]  # fmt: skip
+
+
+def test_every_reading_of_the_gpu_has_a_row() -> None:
+    table = readings.gpu(samples.gpt2().seen)
+    assert set(readings.GPU) == set(GPU_READINGS) - {"throttle"} and len(table.rows) == len(GPU_READINGS)
+    found = values(table)
+    assert found["tensor cores active"] == "0 %" and found["throttle reasons seen"] == "sw_power_cap"
+    assert values(readings.gpu(samples.resnet50().seen))["throttle reasons seen"] == "none"
+    unknown = values(readings.gpu(Measurement(gpu={"watts": 90.0})))
+    assert unknown["SMs active"] == "n/a" == unknown["throttle reasons seen"] and unknown["board power"] == "90 W"
+
+
+def test_work_is_at_least_where_operators_could_not_be_counted() -> None:
+    found = values(readings.work(samples.gpt2().seen))
+    assert found["rate per device"] == ">= 36.2 TFLOP/s" and found["work per sample"] == ">= 875 GFLOP"
+    assert found["MFU of fp32, as the data sheet has it"] == ">= 54 % of 67 TFLOP/s"
+    assert found["MFU of bf16, as the data sheet has it"] == ">= 3.66 % of 989 TFLOP/s"
+    assert found["MFU of a bf16 product measured here"] == ">= 4.8 % of 751 TFLOP/s"
+    assert found["energy of the board per sample"] == "0.577 J (within 0.6 %)"
+    assert found["price of a million samples"] == "$3.43"
+    assert "At least:" in readings.work(samples.gpt2().seen).note
+    sure = readings.work(samples.resnet50().seen)
+    assert ">=" not in str(sure.rows) and "At least" not in sure.note
+
+
+def test_a_price_alone_makes_the_table() -> None:
+    found = values(readings.work(Measurement(usd_per_million_samples=1234.5, peaks={"matmul_tf32": True})))
+    assert found["price of a million samples"] == "$1,234.50" and found["rate per device"] == "n/a"
+    assert found["TF32 allowed: products, convolutions"] == "yes, n/a"
+
+
+def test_kernels_are_sorted_and_their_idle_time_is_told_apart() -> None:
+    families, longest = readings.kernels(samples.gpt2().seen)
+    rows = [row[0] for row in families.rows]
+    assert rows[:2] == ["gemm", "attention"]
+    assert rows[-4:] == ["idle: launch", "idle: sync", "idle: other", "idle: data"]
+    assert families.rows[0][1:] == ("1,102.000", "69.7") and "the trace cost 6.4 s" in families.note
+    assert "launches per step 9,120" in families.note and "NCCL" not in families.note
+    assert len(longest.rows[0][0]) <= 120 and longest.rows[0][1] == "611.000"
+
+
+def test_ceilings_stand_beside_this_run_s_rate() -> None:
+    assert readings.ceilings(samples.resnet50().seen).rows == (
+        ("this run", "324.0"), ("host batches replayed: no loader", "2,310.0"),
+        ("one batch kept on the device: no loader, no copy", "2,697.0"),
+    )  # fmt: skip
+
+
+def test_ranks_show_the_parts_that_some_rank_has() -> None:
+    table = readings.ranks(samples.straggler().seen)
+    assert table.head[:4] == ("rank", "host", "step ms", "waiting for data") and len(table.rows) == 2
+    assert table.rows[1][:4] == ("1", "node-b", "115.10", "60.00")
+
+
+def test_synchronisations_and_drift() -> None:
+    seen = samples.gpt2().seen
+    assert readings.syncs(seen).rows == (("gpt2.py:88", "Tensor.item()", "8", "0.9", "log every 50 steps"),)
+    lines = dataclasses.replace(seen, syncs=({"where": "a.py:1", "what": "x"},))
+    assert readings.syncs(lines).rows == (("a.py:1", "x", "n/a", "n/a", "n/a"),), "on the CPU there are no times"
+    assert readings.drift(seen).rows == (("900 s", "590", "1,771.00", "+12.2", "SM clock 1,980 to 1,760 MHz"),)
+    assert readings.hooks(seen).rows[0] == ("ProgressBar", "0.420")
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(1, 1.0), (0.5, 0.5), (None, None), (True, None), ("1", None), (float("nan"), None), (float("inf"), None)],
+)
+def test_what_counts_as_a_number(value: object, number: float | None) -> None:
+    assert readings.real(value) == number

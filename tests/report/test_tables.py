@@ -1,0 +1,98 @@
+"""The tables as plain texts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fastloop.measurement import PARTS, Measurement
+from fastloop.records import Change, Plan, Step, Verdict
+from fastloop.report import tables
+from tests.report import samples
+from tests.report.test_summary import SEEN, WAITS
+
+
+def values(table: tables.Table) -> dict[str, Any]:
+    return {row[0]: row[1] if len(row) == 2 else row[1:] for row in table.rows}
+
+
+@pytest.mark.parametrize("run", sorted(samples.RUNS))
+def test_rows_are_as_long_as_the_head(run: str) -> None:
+    seen, findings, verdicts, _, _ = samples.RUNS[run]()
+    for table in (tables.step(seen), tables.parts(seen), tables.findings(findings, seen), tables.rungs(verdicts),
+                  tables.environment(samples.ENVIRONMENT)):  # fmt: skip
+        assert {len(row) for row in table.rows} <= {len(table.head)}
+        assert all(column < len(table.head) for column in table.numeric)
+        assert all(type(cell) is str for row in table.rows for cell in row)
+
+
+def test_the_parts_tile_the_step_and_the_host_is_a_column_of_its_own() -> None:
+    seen = samples.resnet50().seen
+    table = tables.parts(seen)
+    found = values(table)
+    assert list(tables.LABELS) == list(PARTS) and len(table.rows) == len(PARTS) + 1
+    assert found["waiting for data"] == ("169.600", "85.9", "169.800")
+    assert found["sum of the known parts"] == ("197.500", "100.0", "-"), "host durations are never summed"
+    assert "never added" in table.note
+
+
+def test_unknown_parts_are_na_and_never_0() -> None:
+    found = values(tables.parts(Measurement()))
+    assert set(found.values()) == {("n/a", "n/a", "n/a")} and "sum of the known parts" not in found
+    found = values(tables.parts(dataclasses.replace(SEEN, parts_ms={"forward": 0.0, "h2d": float("nan")})))
+    assert found["forward"] == ("0.000", "0.0", "n/a") and found["copy to the device"] == ("n/a", "n/a", "n/a")
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(1.0, 4.0, "25.0"), (None, 4.0, "n/a"), (1.0, None, "n/a"), (1.0, 0.0, "n/a"), (1.0, float("nan"), "n/a")],
+)
+def test_shares(part: float | None, whole: float | None, text: str) -> None:
+    assert tables.share(part, whole) == text
+
+
+def test_a_bound_is_a_rate_and_says_where_it_comes_from() -> None:
+    assert tables.bound(WAITS, SEEN) == "at most +400 %, 6,173 samples/s (estimate, not measured)"
+    measured = dataclasses.replace(WAITS, ceiling_is_estimate=False)
+    assert tables.bound(measured, Measurement()) == "at most +400 % (measured)"
+    assert tables.bound(dataclasses.replace(WAITS, ceiling_gain_pct=None), SEEN) == "n/a"
+    assert tables.bound(dataclasses.replace(WAITS, ceiling_gain_pct=float("inf")), SEEN) == "n/a"
+
+
+def test_details_leave_out_what_the_state_says() -> None:
+    finding = dataclasses.replace(WAITS, detail=("a", "hot"))
+    assert tables.details([finding], dataclasses.replace(SEEN, state=("hot",))) == [("data_wait", "a")]
+
+
+def test_rungs() -> None:
+    table = tables.rungs([Verdict(rung="amp", took=None, why="x")])
+    assert table.rows == (("amp", "unknown", "x", "exact"),) and table.note == ""
+    assert tables.rungs([]).note == "None is switched on."
+    steps = (Step(rung="amp", status="planned", change=Change(notes=("a", "b"))),
+             Step(rung="pin", status="skipped", change=Change(notes=("c",))))  # fmt: skip
+    assert tables.rung_notes(Plan(steps=steps)) == [("amp", "a"), ("amp", "b")]
+
+
+def test_losses() -> None:
+    assert tables.losses(SEEN) == ("mean of the first fifth 2.0000, of the last fifth 1.0000 (2 points in"
+                                   " measurement.json)", "")  # fmt: skip
+    thinned = dataclasses.replace(SEEN, loss=(1.0, float("nan")), loss_every=7)
+    said, warning = tables.losses(thinned)
+    assert "one of every 7 steps" in said and warning == "1 of them are not finite numbers."
+    assert tables.losses(Measurement()) == ("n/a", "")
+
+
+def test_the_environment() -> None:
+    found = values(tables.environment(samples.ENVIRONMENT))
+    assert found["GPUs"] == "NVIDIA H200" and found["CPU"] == "Some CPU" and found["driver"] == "580.159.04"
+    assert found["commit"] == "0123abc, with changes" and found["torch"] == "2.11.0"
+    assert values(tables.environment({})) == {"GPUs": "none", "CPUs usable": "n/a", "commit": "n/a",
+                                              "float32 matrix products": "n/a"}  # fmt: skip
+
+
+def test_long_names_lose_their_middle() -> None:
+    name = "a" * 500 + "b" * 500
+    assert len(tables.cut(name)) <= tables.NAME_LETTERS and tables.cut(name).startswith("aaa")
+    assert tables.cut(name).endswith("bbb") and tables.cut("short") == "short"
