@@ -51,7 +51,8 @@ class Measurement:
     """The GPU once a second: ``t_s`` since the window began and the numbers of ``gpu``; at most 600 rows."""
     flops: Mapping[str, Any] = field(default_factory=dict)
     """Work per sample, counted eager: ``per_sample``, of which ``matmul``, ``convolution``, ``attention``;
-    ``recomputed`` beside them; ``at_least``: some operators could not be counted; ``source``; ``why`` where not."""
+    ``recomputed`` beside them; ``at_least``: some operators could not be counted, and ``uncounted`` which;
+    ``source``; ``why`` where there is no count."""
     peaks: Mapping[str, Any] = field(default_factory=dict)
     """What this GPU can do: ``dtype`` in use, ``datasheet_tflop_per_s`` (bf16), ``dtype_tflop_per_s``,
     ``measured_tflop_per_s`` (a bf16 product here), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32

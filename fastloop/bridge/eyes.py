@@ -164,7 +164,8 @@ def summary(seen: Measurement) -> dict[str, float | None]:
             "data_wait_pct": 100 * wait / step if step and wait is not None else None,
             "tflop_per_s": seen.tflop_per_s, "mfu": seen.mfu.get("datasheet"), "peak_gib": seen.peak_gib,
             "joule_per_sample": seen.joule_per_sample,
-            **{name: value for name, value in seen.gpu.items() if name.endswith("_pct") or name == "watts"}}  # fmt: skip
+            **{name: value for name, value in seen.gpu.items() if name == "watts" or name.endswith("_pct")},
+            }  # fmt: skip
 
 
 def planned_steps(trainer: Any) -> int | None:

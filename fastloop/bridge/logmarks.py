@@ -1,4 +1,4 @@
-"""Phases inside a call of Lightning's: ``self.log`` and ``manual_backward``; and the loggers' turn after every batch."""
+"""Phases in a call of Lightning's, ``self.log`` and ``manual_backward``; and the loggers' turn after every batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TURN = "update_train_step_metrics"
 class LogMarks:
     """Marks logging as ``callbacks_logging``, and a manual optimisation's backward as ``backward``.
 
-    The module's methods are replaced only while a marked ``training_step`` runs, so that no copy or pickle of the module
-    ever holds ours; and not at all where the step is compiled, which would then be compiled again.
+    The module's methods are replaced only while a marked ``training_step`` runs, so that no copy or pickle of the
+    module ever holds ours; and not at all where the step is compiled, which would then be compiled again.
     """
 
     def __init__(self, trainer: Any, module: Any, marks: Marks) -> None:
@@ -52,7 +52,8 @@ class LogMarks:
 
         return back
 
-    def _timed(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any], name: str | None,
+               phase: str = "callbacks_logging") -> Callable[..., Any]:  # fmt: skip
         marks = self.marks
 
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ class CountWork:
         if (why := may_count(self._module)) is not None:
             self.found = {"per_sample": None, "why": why}
             return
-        self._marks.around_body = self._count = FlopCount()
+        self._marks.around_work = self._count = FlopCount()
 
     def batch(self, samples: int | None) -> None:
         """A batch of the step is done."""
@@ -47,7 +47,7 @@ class CountWork:
 
     def end(self) -> None:
         if self._count is not None and self._marks is not None:
-            self._marks.around_body = None
+            self._marks.around_work = None
             self.found, self._count = self._count.work.per(self._samples), None
 
 

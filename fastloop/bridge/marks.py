@@ -1,7 +1,7 @@
 """Which of the Trainer's profiler actions begins which phase of the step.
 
-Lightning 2.5 and 2.6 open a profiler action around the loader call, each hook and each call of the strategy. Their names
-are ours to read: a name that is not known leaves the time with the phase around it.
+Lightning 2.5 and 2.6 open a profiler action around the loader call, each hook and each call of the strategy. Their
+names are ours to read: a name that is not known leaves the time with the phase around it.
 """
 
 from __future__ import annotations
@@ -66,18 +66,26 @@ class _Phase:
     def __init__(self, marks: Marks, name: str, phase: str) -> None:
         self.marks, self.name, self.phase = marks, name, phase
         self.is_hook, self.is_forward = phase == "callbacks_logging", phase == "forward"
+        self.is_work = phase in ("forward", "backward")
         self._since = 0.0
         self._back: Callable[[], None] | None = None
+        self._work: Any = None
 
     def __enter__(self) -> None:
         if self.is_hook:
             self._since = time.perf_counter()
         elif self.is_forward and self.marks.around_forward is not None:
             self._back = self.marks.around_forward()
+        if self.is_work and self.marks.around_work is not None and not self.marks.counts:
+            self.marks.counts, self._work = True, self.marks.around_work
+            self._work.__enter__()
         self.marks.enter(self.phase)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.marks.leave()
+        if self._work is not None:
+            self._work.__exit__(*raised)
+            self.marks.counts, self._work = False, None
         if self.is_hook:
             self.marks.hooks_s[self.name] += time.perf_counter() - self._since
         if self._back is not None:
@@ -105,30 +113,25 @@ class _Body:
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
-        self._around: Any = None
 
     def __enter__(self) -> None:
         self.marks.in_work = True
         self.marks.clock.body()
-        self._around = self.marks.around_body
-        if self._around is not None:
-            self._around.__enter__()
 
-    def __exit__(self, *raised: object) -> None:
-        if self._around is not None:
-            self._around.__exit__(*raised)
+    def __exit__(self, *_: object) -> None:
         self.marks.clock.issued()
         self.marks.in_work = False
 
 
 class Marks:
-    """Turns actions into marks on a clock. Names are looked up once; what need not be marked costs a dictionary look-up.
+    """Turns actions into marks on a clock. Names are looked up once; what need not be marked costs a look-up.
 
     Attributes:
-        hooks_s: host seconds by action, of hooks outside the batch's work in every step, of the others in steps in detail.
+        hooks_s: host seconds by action, of hooks outside the batch's work in every step, of others in steps in detail.
         ranges: where a trace is being recorded, the same phases by name go there too.
         in_work: a batch's work is going on.
-        around_body: a context that is entered for the work of every batch; one that can be entered again.
+        around_work: a context that is entered for every forward and backward; one that can be entered again.
+        counts: that context is entered now.
         around_forward: called before a marked ``training_step``; what it returns is called after it.
     """
 
@@ -137,7 +140,8 @@ class Marks:
         self.hooks_s: defaultdict[str, float] = defaultdict(float)
         self.ranges: Any = None
         self.in_work = False
-        self.around_body: Any = None
+        self.around_work: Any = None
+        self.counts = False
         self.around_forward: Callable[[], Callable[[], None]] | None = None
         self._contexts: dict[str, Any] = {}
         self._body = _Body(self)
@@ -162,7 +166,8 @@ class Marks:
     def listens(self) -> bool:
         """Whether a phase that begins now would be marked."""
         clock = self.clock
-        return self.ranges is not None or (clock.open and (clock.detailed or not clock.in_body))
+        timed = clock.open and (clock.detailed or not clock.in_body)
+        return timed or self.ranges is not None or self.around_work is not None
 
     def enter(self, phase: str) -> None:
         if self.ranges is not None:

@@ -24,7 +24,7 @@ class Tokens:
     def add(self, batch: Any) -> None:
         """One batch; nothing where it holds no integer tensor [samples, length]."""
         ids = _ids(batch)
-        if ids is None or self._rows and len(self._real) >= MOST:
+        if ids is None or (self._rows and len(self._real) >= MOST):
             return
         self._rows += ids.shape[0]
         self._all += ids.numel()

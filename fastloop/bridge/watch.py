@@ -15,10 +15,10 @@ import torch
 
 from fastloop.bridge.marks import BODY, Marks
 from fastloop.bridge.profiler import WatchingProfiler
+from fastloop.bridge.tokens import Tokens
 from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock, Window
 from fastloop.evidence.losses import LossLog
-from fastloop.bridge.tokens import Tokens
 from fastloop.feeds.tree import samples
 
 ENOUGH_STEPS = 200
@@ -59,7 +59,8 @@ class Watch:
     """
 
     def __init__(self, device: torch.device, settings: WatchSettings, *, owed: Callable[[], int | None] = lambda: None,
-                 board: Any = None, probes: Mapping[int, Probe] | None = None, extras: Sequence[Extra] = ()) -> None:  # fmt: skip
+                 board: Any = None, probes: Mapping[int, Probe] | None = None,
+                 extras: Sequence[Extra] = ()) -> None:  # fmt: skip
         self.device, self.settings, self._owed, self.board = device, settings, owed, board
         self.clock = Clock(device, settings.warmup_steps)
         self.marks = Marks(self.clock)
@@ -144,7 +145,7 @@ class Watch:
         for look in looks:
             with suppress(Exception):  # what fails may be the very reason for giving up
                 look.end()
-        self.marks.around_body = self.marks.around_forward = self.marks.ranges = None
+        self.marks.around_work = self.marks.around_forward = self.marks.ranges = None
         for clock in (self.clock, self.marks.clock):
             clock.stop()
         if self.board is not None:
@@ -207,9 +208,11 @@ class Watch:
 
 def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iterator[str]:
     """The actions of one batch as Lightning names them, without any callback."""
-    yield from (f"[Strategy]{strategy}.batch_to_device", f"[LightningModule]{module}.on_train_batch_start", BODY,
+    yield from (f"[LightningModule]{module}.on_before_batch_transfer", f"[Strategy]{strategy}.batch_to_device",
+                f"[LightningModule]{module}.on_after_batch_transfer",
+                f"[LightningModule]{module}.on_train_batch_start", BODY,
                 f"[LightningModule]{module}.optimizer_step", f"[Strategy]{strategy}.training_step",
-                f"[LightningModule]{module}.optimizer_zero_grad", f"[LightningModule]{module}.on_before_backward",
+                f"[LightningModule]{module}.on_before_zero_grad", f"[LightningModule]{module}.optimizer_zero_grad", f"[LightningModule]{module}.on_before_backward",
                 f"[Strategy]{strategy}.backward", f"[LightningModule]{module}.on_after_backward",
                 f"[LightningModule]{module}.on_before_optimizer_step",
                 f"[LightningModule]{module}.configure_gradient_clipping",
@@ -223,7 +226,7 @@ def _inside(profiler: Any, names: Sequence[str]) -> Iterator[None]:
 
 
 def cost_us(device: torch.device, steps: int = 400) -> float:
-    """Microseconds of our own code per step, measured by making the marks of steps of one batch on a watch of its own."""
+    """Microseconds of our own code per step, measured by marking steps of one batch on a watch of its own."""
     from lightning.pytorch.profilers import PassThroughProfiler
 
     watch = Watch(device, WatchSettings(warmup_steps=0))

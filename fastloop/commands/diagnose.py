@@ -17,7 +17,7 @@ from fastloop.commands.headspace import failed, wanted
 from fastloop.commands.outdir import ROOT, claim
 from fastloop.commands.readback import measurement_from, plan_from, read, verdicts_from
 from fastloop.commands.supervise import Limits
-from fastloop.commands.trial import Job, Trial, forget, run_trial
+from fastloop.commands.trial import Job, Trial, clear, run_trial
 from fastloop.config import Config
 from fastloop.errors import ConfigError
 from fastloop.measurement import CEILINGS, Measurement
@@ -111,7 +111,7 @@ def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ..
         base = run_trial("as it is", job, place.path, limits=limits, progress=progress)
         if not base.ok:
             if base.code == 2:
-                forget(place.path)
+                clear(place.path)
             raise failed(base)
         seen = measurement_from(base.measurement or {})
         trials = []

@@ -121,7 +121,7 @@ def run_trial(name: str, job: Job, run_dir: Path, *, limits: Limits | None = Non
     _refuse(os.environ)
     hide = Scrubber(job.config().values).text
     run_dir.mkdir(parents=True, exist_ok=True)
-    _clear(run_dir)
+    clear(run_dir)
     say = None if progress is None else (lambda line: progress(f"{name}: {line}"))
     with _request(job, run_dir) as request:
         ended = supervise.supervise([sys.executable, "-m", CHILD], run_dir, limits=limits, env=environment(os.environ),
@@ -139,12 +139,13 @@ def run_trial(name: str, job: Job, run_dir: Path, *, limits: Limits | None = Non
 
 def forget(run_dir: Path) -> None:
     """Take away what a trial wrote that could not begin, and its directory if that is then empty."""
-    _clear(run_dir)
+    clear(run_dir)
     with contextlib.suppress(OSError):
         run_dir.rmdir()
 
 
-def _clear(run_dir: Path) -> None:
+def clear(run_dir: Path) -> None:
+    """Delete what a run and a trial write into a directory."""
     files.clear(run_dir)
     for name in NAMES:
         (run_dir / name).unlink(missing_ok=True)

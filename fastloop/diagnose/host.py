@@ -11,8 +11,8 @@ from fastloop.records import Finding
 
 TINY_STEP_MS = 5.0
 """Below this a CPU step is short against what any training loop costs."""
-TINY_PCT = 25.0
-"""Share of a tiny CPU step from which on the loop's own cost is named."""
+TINY_PCT = 15.0
+"""Share of a tiny CPU step from which on the loop's own cost is named: a third of a millisecond of two."""
 BLOCKED_PCT = 10.0
 """From here on a host off the processor is named on the CPU, whose threads also wait for each other."""
 

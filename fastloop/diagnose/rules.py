@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from fastloop.diagnose import busy, comm, data, device, gaps, host
-from fastloop.diagnose.naming import serial_gain_pct, share_pct
+from fastloop.diagnose.naming import ORDINARY_MS, serial_gain_pct, share_pct
 from fastloop.diagnose.reading import number, step_ms
 from fastloop.diagnose.split import COMPUTE, STARVED_SHARE, WORTH_NAMING_PCT, device_limits, inside, part_ms
 from fastloop.measurement import PARTS, Measurement
@@ -71,7 +71,9 @@ def nothing(seen: Measurement) -> str:
     costs = [cost for cost in costs if words[0] is None or cost[1] != "data_wait"]
     if costs:
         share, part = max(costs, key=lambda cost: cost[0])
-        words.insert(0, f"the largest cost beside the work itself is {part}, {share:.1f} % of the step")
+        small = f", less than the {ORDINARY_MS} ms that any loop pays" if share >= WORTH_NAMING_PCT and \
+            (part_ms(seen, part) or 0.0) < ORDINARY_MS else ""  # fmt: skip
+        words.insert(0, f"the largest cost beside the work itself is {part}, {share:.1f} % of the step{small}")
     head = "no bottleneck among what was measured" if unknown(seen) else "nothing to gain"
     return f"{head}: {'; '.join(word for word in words if word)}"
 

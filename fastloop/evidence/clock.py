@@ -100,11 +100,12 @@ class Clock:
             return
         self._asked = False
         if self._stack and self._stack[-1] != self._base:  # training_step fetches for itself
-            return self.leave()
+            self.leave()
+            return
         self._stack.clear()
         self._base, self.in_body = IDLE, True
         self._switch(IDLE, kind="got")
-        return self._harvest()
+        self._harvest()
 
     def enter(self, phase: str) -> None:
         """A phase begins inside the present one."""

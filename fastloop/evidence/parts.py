@@ -2,8 +2,8 @@
 
 A stretch lies between two marks. Outside the loop's own batch work (`body`) the host has launched nothing, so a stretch
 there is time in which the device starved: the host says how long, without an event. Inside, every step gives the sum of
-its phases and only steps marked in detail tell them apart: their split is applied to the sum of all (the ratio estimator
-of sampling, which a few slow steps among the marked ones do not mislead).
+its phases and only steps marked in detail tell them apart: their split is applied to the sum of all (the ratio
+estimator of sampling, which a few slow steps among the marked ones do not mislead).
 """
 
 from __future__ import annotations

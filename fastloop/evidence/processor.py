@@ -13,7 +13,7 @@ _own = threading.local()
 def off_cpu_s() -> float | None:
     """Seconds since some moment in which this thread neither ran nor stood in line for a processor; differences count.
 
-    Linux' scheduler statistics tell waiting from having been pushed aside; None where there are none. Those lag by up to
+    Linux' scheduler statistics tell waiting from having been pushed aside; None where there are none. They lag by up to
     a scheduler tick, so means over many stretches count, and a single one may even be negative.
     """
     file: int | None = getattr(_own, "file", -1)

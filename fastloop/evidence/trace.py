@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fastloop import kernels
-from fastloop.chrometrace import RANGE, STEP
 from fastloop.evidence import profilers
+from fastloop.traces import kernels
+from fastloop.traces.chrome import RANGE, STEP
 
 NAME = "trace.json.gz"
 LEAD_IN = 2

@@ -75,6 +75,7 @@ def _tiles(seen: Measurement) -> list[tuple[str, str, str]]:
     """Label, value and unit of the few numbers that are looked for first."""
     fed, usd = summary.fed_pct(seen), seen.usd_per_million_samples
     least = ">= " if seen.flops.get("at_least") else ""
+    rate, _, unit = summary.flop_rate(seen.tflop_per_s).partition(" ")
     mfu = seen.mfu.get("datasheet")
     found = [
         ("step", number(seen.step_ms.get("mean")), "ms"), ("rate", short(seen.samples_per_s), "samples/s"),
@@ -82,7 +83,7 @@ def _tiles(seen: Measurement) -> list[tuple[str, str, str]]:
         ("GPU fed", "" if fed is None else f"{fed:.0f}", "%"),
         ("NVML busy", "" if seen.gpu.get("nvml_busy_pct") is None else short(seen.gpu["nvml_busy_pct"]), "%"),
         ("lead", "" if seen.lead_ms is None else number(seen.lead_ms), "ms"),
-        ("work", "" if seen.tflop_per_s is None else f"{least}{short(seen.tflop_per_s)}", "TFLOP/s"),
+        ("work", "" if seen.tflop_per_s is None else f"{least}{rate}", unit),
         ("MFU of bf16", "" if mfu is None else f"{least}{short(100 * mfu)}", "%"),
         ("energy", "" if seen.joule_per_sample is None else short(seen.joule_per_sample), "J/sample"),
         ("1e6 samples cost", "" if usd is None else f"${usd:,.2f}", ""),

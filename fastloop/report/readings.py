@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastloop.measurement import CEILINGS, PARTS, Measurement
-from fastloop.report.summary import number, short
+from fastloop.report.summary import flop_rate, number, short
 from fastloop.report.tables import LABELS, Table, cut, share
 
 GPU = {
@@ -54,7 +54,7 @@ def work(seen: Measurement) -> Table:
     per_sample = real(seen.flops.get("per_sample"))
     rows = [
         ("work per sample", _least(short(None if per_sample is None else per_sample / 1e9, "GFLOP"), least)),
-        ("rate per device", _least(short(seen.tflop_per_s, "TFLOP/s"), least)),
+        ("rate per device", _least(flop_rate(seen.tflop_per_s), least)),
         (f"MFU of {dtype}, as the data sheet has it", _mfu(seen, "dtype_in_use", "dtype_tflop_per_s", least)),
         ("MFU of bf16, as the data sheet has it", _mfu(seen, "datasheet", "datasheet_tflop_per_s", least)),
         ("MFU of a bf16 product measured here", _mfu(seen, "measured_peak", "measured_tflop_per_s", least)),

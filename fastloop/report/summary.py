@@ -245,6 +245,12 @@ def _rates(seen: Measurement) -> str:
     return "   ".join(said)
 
 
+def flop_rate(value: float | None) -> str:
+    """Arithmetic per second, from TFLOP/s, in the unit that suits its size."""
+    small = value is not None and value < 1
+    return short(1000 * (value or 0.0), "GFLOP/s") if small else short(value, "TFLOP/s")
+
+
 def work(seen: Measurement) -> str:
     """Arithmetic against the peaks; empty where no work was counted."""
     if seen.tflop_per_s is None:
@@ -256,7 +262,7 @@ def work(seen: Measurement) -> str:
         shares = shares[:1]
     said = [f"{short(100 * share)} % {of}" for share, of in shares if share is not None]
     equal = "" if not said else ": at least " if least else " = "
-    text = f"{least}{short(seen.tflop_per_s)} TFLOP/s{equal}{' and '.join(said)}"
+    text = f"{least}{flop_rate(seen.tflop_per_s)}{equal}{' and '.join(said)}"
     active = seen.gpu.get("tensor_active_pct")
     return text if active is None else f"{text}   tensor cores {short(active)} % active"
 

@@ -1,4 +1,4 @@
-"""The stand-in for the profiler, and the arithmetic from marks to a measurement."""
+"""The stages of a watched fit: what begins and ends when, whatever the fit looks like."""
 
 from __future__ import annotations
 
@@ -7,106 +7,271 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
-from fastloop.bridge.watch import Watch, WatchingProfiler, cost_us
-from fastloop.config import WatchSettings
-from fastloop.measurement import PARTS
+from fastloop.bridge import watch as module
+from fastloop.bridge.marks import BODY, phase_of
+from fastloop.bridge.profiler import WatchingProfiler
+from fastloop.bridge.watch import Watch, actions, cost_us
+from tests.bridge.made_up import CPU, Time, run, settings
+from tests.models import Regression, loader, trainer
 
 pytestmark = pytest.mark.short
 
-CPU = torch.device("cpu")
-NEXT = "[_TrainingEpochLoop].train_dataloader_next"
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
 
 
-class Time:
-    """A clock that goes on when told to."""
+class Look:
+    """A probe and an extra that notes which steps it saw."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.s = 100.0
-        monkeypatch.setattr("fastloop.evidence.clock.now", lambda: self.s)
+    fails = False
+
+    def __init__(self, steps: int = 3) -> None:
+        self.steps = steps
+        self.log: list[str] = []
+        self.watch: Watch | None = None
+
+    def begin(self) -> None:
+        assert self.watch is None or not self.watch.marks.in_work
+        self.log.append(f"begin {self.watch.clock.total_steps}" if self.watch else "begin")
+
+    def step_ends(self) -> None:
+        self.log.append("step")
+
+    def end(self) -> None:
+        assert self.watch is None or not self.watch.marks.in_work
+        self.log.append(f"end {self.watch.clock.total_steps}" if self.watch else "end")
+        if self.fails:
+            raise ZeroDivisionError("planted")
 
 
-def run(watch: Watch, time: Time, steps: int, *, wait_s: float, compute_s: float, batches: int = 1) -> None:
-    """`steps` optimizer steps of `batches` batches of 4 samples, each after `wait_s`."""
-    for _ in range(steps):
-        for batch in range(batches):
-            watch.ask()
-            time.s += wait_s
-            watch.got()
-            time.s += compute_s
-            watch.batch_end(torch.tensor(1.0 / batches), [torch.zeros(4, 2)], batch == batches - 1, batches)
+def watching(*extras: Look, probes: dict[int, Look] | None = None, warmup: int = 2, **more: Any) -> Watch:
+    made = Watch(CPU, settings(warmup), extras=extras, probes=probes, **more)
+    for look in (*extras, *(probes or {}).values()):
+        look.watch = made
+    return made
 
 
-def settings(warmup_steps: int = 2) -> WatchSettings:
-    return WatchSettings(warmup_steps=warmup_steps)
+# -- the window -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["loop fetches", "training_step fetches"])
+def test_the_window_is_what_follows_the_warm_up(time: Time, inside: bool) -> None:
+    watch = watching()
+    run(watch, time, 2, wait_s=9.0, compute_s=9.0, fetches_inside=inside)
+    assert not watch.clock.open and watch.window is None
+    run(watch, time, 11, fetches_inside=inside)
+    assert watch.clock.open and watch.window is None
+    watch.close()
+    assert watch.window is not None and watch.window.steps == 10, "the step in which it opened is not a whole one"
+    assert watch.window.wall_s == pytest.approx(10 * 0.04) and watch.clock.total_steps == 13
+    before = watch.window
+    watch.close()
+    assert watch.window is before
+
+
+def test_without_extras_it_lasts_until_the_end(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENOUGH_STEPS", 20)
+    watch = watching()
+    watch.ends_at = 60
+    run(watch, time, 60)
+    assert watch.clock.open
+    watch.close()
+    assert watch.window is not None and watch.window.steps == 57
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-def test_rates_and_shares_of_a_steady_run(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time(monkeypatch)
-    watch = Watch(CPU, settings(), world_size=2, owed=lambda: 0)
-    run(watch, time, 2, wait_s=9.0, compute_s=9.0, batches=batches)  # warm-up: must not count
-    run(watch, time, 21, wait_s=0.01, compute_s=0.03, batches=batches)  # the last one ends with the training: left out
-    seen = watch.finish({"loader": {}})
-    assert (seen.steps, seen.total_steps, seen.world_size, seen.global_batch) == (20, 23, 2, 8 * batches)
-    assert seen.samples_per_s == pytest.approx(2 * 4 / 0.04)
-    assert [seen.step_ms[name] for name in ("mean", "median", "p10", "p90")] == pytest.approx([40.0 * batches] * 4)
-    assert seen.parts_ms["data_wait"] == pytest.approx(10.0 * batches) and set(seen.parts_ms) == set(PARTS)
-    assert seen.wall_ms == pytest.approx(20 * 40 * batches) and not seen.window_too_short
-    assert seen.loss == pytest.approx((1.0,) * 23) and seen.lead_ms is None and seen.peak_gib is None
+@pytest.mark.parametrize("inside", [False, True], ids=["loop fetches", "training_step fetches"])
+def test_extras_follow_it_in_order_before_the_end(time: Time, batches: int, inside: bool) -> None:
+    one, two = Look(3), Look(5)
+    watch = watching(one, two)
+    watch.ends_at = 40
+    run(watch, time, 40, batches=batches, fetches_inside=inside)
+    watch.close()
+    assert one.log == ["begin 31", *["step"] * 3, "end 34"] and two.log == ["begin 34", *["step"] * 5, "end 39"]
+    assert watch.window is not None and watch.window.steps == 31 - 2 - 1
+    assert watch.window.wall_s == pytest.approx(28 * batches * 0.04), "the extras' steps are not timed"
 
 
-@pytest.mark.parametrize(("start", "end", "factor"), [(0, 6, 0.7), (6, 0, 1.0), (3, 3, 1.0)])
-def test_batches_made_before_the_window_are_not_its_work(
-    start: int, end: int, factor: float, monkeypatch: pytest.MonkeyPatch
+def test_an_extra_that_the_end_cuts_short_is_ended_once(time: Time) -> None:
+    extra, never = Look(30), Look(5)
+    watch = watching(extra, never)
+    watch.ends_at = 20
+    run(watch, time, 20)
+    watch.close()
+    watch.close()
+    assert extra.log.count("end 20") == 1 and extra.log[0].startswith("begin") and never.log == []
+
+
+@pytest.mark.parametrize(("queued", "ends"), [(0, 22), (5, 53)])
+def test_in_an_endless_fit_the_window_ends_when_it_is_long_enough(
+    time: Time, monkeypatch: pytest.MonkeyPatch, queued: int, ends: int
 ) -> None:
-    time, owed = Time(monkeypatch), iter((start, end))
-    watch = Watch(CPU, settings(), owed=lambda: next(owed))
-    run(watch, time, 23, wait_s=0.0, compute_s=0.1)
-    assert watch.finish({}).samples_per_s == pytest.approx(factor * 4 / 0.1)
-
-
-@pytest.mark.parametrize(("queued", "steps", "short"), [(0, 13, False), (0, 12, True), (3, 33, True), (3, 34, False)])
-def test_a_window_too_short_for_its_queues_says_so(
-    queued: int, steps: int, short: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    time = Time(monkeypatch)
-    watch = Watch(CPU, settings(), owed=lambda: 0)
+    """Ten times what the queues hold must have passed, and as much as they hold before it begins."""
+    monkeypatch.setattr(module, "ENOUGH_STEPS", 20)
+    extra = Look(4)
+    watch = watching(extra)
     watch.clock.queued_batches = queued
-    run(watch, time, steps, wait_s=0.0, compute_s=0.1)
-    assert watch.finish({}).window_too_short == short
+    run(watch, time, ends + max(0, queued - 2))
+    assert extra.log == []
+    run(watch, time, 8)
+    assert extra.log[0].startswith("begin") and extra.log[1:5] == ["step"] * 4 and extra.log[-1].startswith("end")
 
 
-def test_without_a_window_nothing_is_invented(monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time(monkeypatch)
-    watch = Watch(CPU, settings(20))
-    run(watch, time, 20, wait_s=0.1, compute_s=0.1)
-    seen = watch.finish({})
-    assert (seen.steps, seen.total_steps, seen.samples_per_s, seen.wall_ms) == (0, 20, None, None)
-    assert set(seen.step_ms.values()) == {None} == set(seen.parts_ms.values()) and seen.window_too_short
-    nothing = Watch(CPU, settings()).finish({})
-    assert nothing.total_steps == 0 and nothing.watch_us_per_step is None and nothing.loss == ()
+def test_it_ends_after_a_quarter_of_an_hour_once_it_is_long_enough(time: Time) -> None:
+    watch = watching()
+    watch.clock.queued_batches = 6
+    run(watch, time, 30, compute_s=40.0)
+    assert watch.clock.open, "1200 s have passed, and not yet 60 batches"
+    run(watch, time, 45, compute_s=40.0)
+    assert watch.clock.closed and watch.window is not None and watch.window.batches >= 60
+    steps = watch.window.steps
+    run(watch, time, 10)
+    watch.close()
+    assert watch.window.steps == steps and watch.clock.total_steps == 85
 
 
-def test_it_issues_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a collective")
+def test_board_and_queues_are_read_over_the_window(time: Time) -> None:
+    class Board:
+        calls: list[tuple[str, int]] = []
 
-    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "reduce"):
-        monkeypatch.setattr(torch.distributed, name, refuse)
-    watch = Watch(CPU, settings(0), world_size=8)
-    run(watch, Time(monkeypatch), 3, wait_s=0.1, compute_s=0.1)
-    assert watch.finish({}).world_size == 8
+        def start(self) -> None:
+            self.calls.append(("start", watch.clock.total_steps))
+
+        def stop(self) -> str:
+            self.calls.append(("stop", watch.clock.total_steps))
+            return "seen"
+
+    owed = iter((7, 3))
+    watch = watching(Look(2), board=Board(), owed=lambda: next(owed))
+    watch.ends_at = 30
+    run(watch, time, 30)
+    watch.close()
+    assert Board.calls == [("start", 2), ("stop", 27)] and watch.board_seen == "seen" and watch.owed == (7, 3)
+
+
+def test_hooks_are_those_of_the_window(time: Time) -> None:
+    watch = watching(Look(5))
+    watch.ends_at = 30
+
+    def hook() -> None:
+        if watch.clock.closed:
+            watch.marks.ranges = Ranges()  # as a trace does: phases are marked again then
+        with watch.marks.profile("[Callback]Slow.on_train_batch_end"):
+            time.passes(0.5)
+
+    run(watch, time, 30, between=hook)
+    assert watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"] > watch.hooks_s["[Callback]Slow.on_train_batch_end"]
+    watch.close()
+    assert watch.window is not None
+    assert watch.hooks_s["[Callback]Slow.on_train_batch_end"] == pytest.approx(0.5 * (watch.window.steps + 1))
+
+
+class Ranges:
+    def push(self, name: str) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+# -- probes, later looks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("inside", [False, True], ids=["loop fetches", "training_step fetches"])
+def test_probes_see_their_step_of_the_warm_up(time: Time, batches: int, inside: bool) -> None:
+    one, two, late = Look(), Look(), Look()
+    watch = watching(probes={1: one, 2: two, 4: late}, warmup=4)
+    run(watch, time, 20, batches=batches, fetches_inside=inside)
+    watch.close()
+    assert (one.log, two.log, late.log) == (["begin 1", "end 2"], ["begin 2", "end 3"], [])
+
+
+def test_a_probe_in_the_fits_last_step_is_ended(time: Time) -> None:
+    probe = Look()
+    watch = watching(probes={1: probe}, warmup=4)
+    run(watch, time, 2)
+    assert probe.log == ["begin 1"]
+    watch.close()
+    assert probe.log == ["begin 1", "end 2"] and watch.window is None
+
+
+class Later:
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def reference(self, window: Any, step: int) -> None:
+        self.log.append(("reference", window.steps, step))
+
+    def between_steps(self, step: int) -> None:
+        self.log.append(step)
+
+    def end(self, step: int) -> None:
+        self.log.append(("end", step))
+
+
+def test_later_looks_come_between_steps_once_the_window_is_over(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_S", 0.5)
+    watch = watching()
+    watch.later = later = Later()
+    run(watch, time, 20, batches=2)
+    watch.close()
+    window = watch.window
+    assert window is not None and later.log[0] == ("reference", window.steps, window.steps + 3)
+    assert later.log[1:-1] == list(range(window.steps + 4, 20)) and later.log[-1] == ("end", 20)
+
+
+def test_another_clock_is_told_of_the_batches_too(time: Time) -> None:
+    watch = watching()
+    run(watch, time, 5)
+    watch.close()
+    other = type(watch.clock)(CPU, warmup_steps=0)
+    watch.marks.clock = other
+    run(watch, time, 6)
+    window = other.close()
+    assert window is not None and window.steps == 5 and watch.clock.total_steps == 11
+
+
+# -- giving up, and what it costs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["warm-up", "window", "extra"])
+def test_giving_up_leaves_nothing_running(time: Time, stage: str) -> None:
+    probe, extra = Look(), Look(5)
+    watch = watching(extra, probes={1: probe})
+    watch.ends_at = 20
+    run(watch, time, {"warm-up": 2, "window": 8, "extra": 16}[stage])
+    probe.fails = extra.fails = True
+    watch.marks.around_body, watch.marks.ranges, watch.marks.around_forward = Ranges(), Ranges(), lambda: lambda: None
+    watch.stop()
+    assert watch.marks.around_body is watch.marks.ranges is watch.marks.around_forward is None
+    begun = [look for look in (probe, extra) if look.log]
+    assert begun and all(look.log[-1].startswith("end") for look in begun)
+    log = [list(look.log) for look in (probe, extra)]
+    for _ in range(100):  # the profiler stands there still, and nobody asks or gets any more
+        with watch.marks.profile(BODY), watch.marks.profile("[Strategy]X.backward"):
+            pass
+        with watch.marks.profile("[Callback]X.on_train_batch_end"):
+            pass
+    assert len(watch.clock._marks) == 0 and log == [look.log for look in (probe, extra)]
+    watch.stop()
+    watch.close()
 
 
 def test_memory_stays_bounded() -> None:
     watch, loss, batch = Watch(CPU, settings(0)), torch.zeros(()), [torch.zeros(4)]
+    names = list(actions())
 
     def steps(count: int) -> None:
         for _ in range(count):
             watch.ask()
             watch.got()
+            with watch.marks.profile(BODY):
+                for name in names[-4:]:
+                    with watch.marks.profile(name):
+                        pass
             watch.batch_end(loss, batch, True, 1)
 
     steps(12_000)  # until everything that is kept is full
@@ -116,50 +281,39 @@ def test_memory_stays_bounded() -> None:
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 100_000, "over 8 bytes a step"
-    assert len(watch.finish({}).loss) <= 10_000
+    watch.close()
+    assert watch.window is not None and watch.window.steps > 20_000 and len(watch.window.step_s) == 10_000
 
 
 def test_its_own_cost_is_measured_in_microseconds() -> None:
     assert 0.1 < cost_us(CPU) < 1000
 
 
-class Marks:
-    def __init__(self) -> None:
-        self.made: list[str] = []
+def test_the_cost_is_that_of_the_actions_lightning_makes() -> None:
+    names: list[str] = []
 
-    def __call__(self, profiler: Any) -> WatchingProfiler:
-        return WatchingProfiler(profiler, lambda: self.made.append("ask"), lambda: self.made.append("got"))
+    class Notes(PassThroughProfiler):
+        def profile(self, action_name: str) -> Any:
+            names.append(action_name)
+            return super().profile(action_name)
 
-
-@pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
-def test_only_fetches_of_train_batches_are_marked(kind: type) -> None:
-    marks = Marks()
-    profiler = marks(kind())
-    for name in ("run_training_batch", NEXT, "[_EvaluationLoop].val_next"):
-        profiler.start(name)
-        profiler.stop(name)
-        with profiler.profile("[Callback]Other.on_train_batch_end"):
-            pass
-    assert marks.made == ["ask", "got"]
+    trainer(profiler=Notes(), max_steps=3).fit(Regression(), loader())
+    _, begin, end = (index for index, name in enumerate(names) if name == BODY)
+    made = {name.replace("Regression", "X").replace("SingleDeviceStrategy", "S") for name in names[begin:end]}
+    assert set(actions("X", "S")) <= made, "an action that Lightning does not make is none of our cost"
+    marked = {name for name in made if phase_of(name) is not None}
+    assert marked <= set(actions("X", "S")), "a marked action is missing from what the cost is measured with"
 
 
-def test_a_profiler_of_the_user_gets_every_call_and_every_write() -> None:
-    inner = SimpleProfiler()
-    profiler = Marks()(inner)
-    profiler.dirpath, profiler._lightning_module = "there", "module"
-    for either in (inner, profiler):
-        assert (either.dirpath, either._lightning_module) == ("there", "module")
-    with profiler.profile("one"):
-        profiler.start("two")
-        profiler.stop("two")
-    assert set(inner.recorded_durations) == {"one", "two"} and "two" in profiler.summary()
-    assert isinstance(profiler, SimpleProfiler) and type(profiler) is WatchingProfiler
-    with pytest.raises(AttributeError):
-        profiler.not_there  # noqa: B018
+def test_it_issues_no_collective(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a collective")
 
-
-def test_the_price_of_a_million_samples_is_of_gpus_only() -> None:
-    priced = WatchSettings(usd_per_gpu_hour=3.6)
-    assert Watch(torch.device("cuda"), priced, world_size=4)._usd_per_million(500.0) == pytest.approx(2.0)
-    assert Watch(CPU, priced)._usd_per_million(500.0) is None
-    assert Watch(torch.device("cuda"), settings())._usd_per_million(500.0) is None
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "reduce"):
+        monkeypatch.setattr(torch.distributed, name, refuse)
+    watch = watching(Look(2))
+    watch.ends_at = 20
+    run(watch, time, 20)
+    watch.close()
+    assert watch.window is not None
+    assert isinstance(WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got), PassThroughProfiler)

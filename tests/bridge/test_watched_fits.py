@@ -25,7 +25,7 @@ from fastloop.evidence.processor import off_cpu_s
 from fastloop.measurement import Measurement
 from tests.bridge import planted
 from tests.bridge.planted import BATCH, NAP_MS, Data, Sleepy, SleepyIO, SleepyLogger, batches, collate, naps, watched
-from tests.models import Regression, loader, trainer
+from tests.models import Regression, trainer
 
 HALF = NAP_MS / 2
 """Below it a part holds no nap. A step takes about 1 ms here; the rest is room for a busy machine."""

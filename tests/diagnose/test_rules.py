@@ -122,6 +122,14 @@ def test_what_was_not_measured_is_said() -> None:
     assert "25.0 % of the step is unexplained" in finding.why
 
 
+def test_a_share_that_is_small_in_milliseconds_is_called_so() -> None:
+    (finding,) = findings(scene(2.0, device="cpu", data_wait=0.2))
+    assert finding.bottleneck == "none"
+    assert "10.0 % of the step, less than the 0.25 ms that any loop pays" in finding.why
+    for other in (on_cpu(), scene(4.9, device="cpu", host_other=0.7)):
+        assert "any loop pays" not in findings(other)[0].why
+
+
 def test_the_state_of_the_machine_stands_by_the_first_finding() -> None:
     state = ("power cap seen in 12 of 30 seconds",)
     found = findings(dataclasses.replace(planted("data_wait", "checkpoint"), state=state))

@@ -63,6 +63,11 @@ def test_when_the_device_is_the_limit(seen: Measurement, expected: bool) -> None
     assert device_limits(seen) is expected
 
 
+@pytest.mark.parametrize(("active", "expected"), [(89.0, False), (91.0, True), (None, False)])
+def test_without_a_look_at_the_queue_its_activity_decides(active: float | None, expected: bool) -> None:
+    assert device_limits(scene(100.0, gpu={"gr_active_pct": active} if active else {})) is expected
+
+
 def test_a_part_is_no_longer_than_the_step_and_unknown_stays_unknown() -> None:
     seen = Measurement(step_ms={"mean": 10.0}, parts_ms={"data_wait": 12.0, "h2d": None, "forward": -1.0})
     assert part_ms(seen, "data_wait") == 10.0

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastloop import kernels
+from fastloop.traces import kernels
 from fastloop.evidence import trace as module
 from fastloop.evidence.trace import NAME, TraceWindow
 

@@ -215,6 +215,14 @@ def test_the_setting_is_said_as_far_as_it_is_known(change: dict[str, Any], said:
     assert summary.setting(dataclasses.replace(SEEN, **change)) == said
 
 
+@pytest.mark.parametrize(
+    ("rate", "said"), [(None, "n/a"), (0.00362, "3.62 GFLOP/s"), (36.2, "36.2 TFLOP/s"), (0.0, "0 GFLOP/s"),
+                       (float("nan"), "n/a")],
+)  # fmt: skip
+def test_rates_of_arithmetic(rate: float | None, said: str) -> None:
+    assert summary.flop_rate(rate) == said
+
+
 def test_there_is_no_colour() -> None:
     for run in samples.RUNS.values():
         seen, findings, verdicts, plan, name = run()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fastloop import chrometrace
-from fastloop.chrometrace import load
+from fastloop.traces import chrome
 from fastloop.errors import FastLoopError
-from tests.chrome import ADD, GEMM, Recording
+from fastloop.traces.chrome import load
+from tests.traces.made import ADD, GEMM, Recording
 
 
 def recorded() -> Recording:
@@ -37,7 +37,7 @@ def written(path: Path, trace: Any, *, packed: bool = False) -> Path:
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
 def test_a_file_reads_as_the_parsed_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool,
                                           chunk: int) -> None:  # fmt: skip
-    monkeypatch.setattr(chrometrace, "_CHUNK", chunk)
+    monkeypatch.setattr(chrome, "_CHUNK", chunk)
     trace = recorded().trace()
     assert load(written(tmp_path / "t", trace, packed=packed)) == load(trace) == load(trace["traceEvents"])
     assert load(written(tmp_path / "list", trace["traceEvents"], packed=packed)) == load(trace)
@@ -124,7 +124,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_event_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chrometrace, "_LONGEST_EVENT", 1000)
+    monkeypatch.setattr(chrome, "_LONGEST_EVENT", 1000)
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": [{"name": oops' + " " * 3_000_000 + "}]}")
     with pytest.raises(FastLoopError, match="does not end"):

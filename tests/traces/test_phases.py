@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.chrometrace import load
-from fastloop.phases import Phases, Reached, phases_of
-from tests.chrome import ADD, ALL_REDUCE, GEMM, MAIN, Recording
+from fastloop.traces.chrome import load
+from fastloop.traces.phases import Phases, Reached, phases_of
+from tests.traces.made import ADD, ALL_REDUCE, GEMM, MAIN, Recording
 
 
 def phases(made: Recording) -> Phases:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastloop.chrometrace import Host
+from fastloop.traces.chrome import Host
 
 
 def own_time(nested: Sequence[Host]) -> Iterator[tuple[str, float, float]]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fastloop.spans import Cover, Span, intersect, subtract, total, union
+from fastloop.traces.spans import Cover, Span, intersect, subtract, total, union
 
 
 def points(spans: list[Span]) -> set[int]:

@@ -17,13 +17,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastloop import families
-from fastloop.chrometrace import Source, Trace, Work, load
 from fastloop.errors import FastLoopError
-from fastloop.hostops import own_time
 from fastloop.measurement import FAMILIES
-from fastloop.phases import Phases, Reached, phases_of
-from fastloop.spans import Cover, Span, intersect, subtract, total, union
+from fastloop.traces import families
+from fastloop.traces.chrome import Source, Trace, Work, load
+from fastloop.traces.hostops import own_time
+from fastloop.traces.phases import Phases, Reached, phases_of
+from fastloop.traces.spans import Cover, Span, intersect, subtract, total, union
 
 IDLE = ("data", "launch", "sync", "other")
 LAUNCHING = ("forward", "backward", "optimizer")
@@ -87,7 +87,8 @@ def _marks(trace: Trace, steps: int | None) -> list[float]:
     found = trace.steps[:steps]
     if not found:
         raise FastLoopError(
-            got="a trace without a whole step", why="its steps are not marked, or the training ended too early",
+            got="a trace without a whole step",
+            why="its steps are not marked, or the training ended too early",
             do="record it with fastloop diagnose CONF --trace 5, or mark the steps by step() of torch.profiler",
         )
     return [*(step.begin for step in found), found[-1].end]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastloop.chrometrace import Host
-from fastloop.hostops import own_time
+from fastloop.traces.chrome import Host
+from fastloop.traces.hostops import own_time
 
 
 def test_the_innermost_owns_the_time() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fastloop import kernels
 from fastloop.errors import FastLoopError
 from fastloop.measurement import FAMILIES
-from tests.chrome import ADD, ALL_REDUCE, BACKWARD_THREAD, GEMM, Recording
+from fastloop.traces import kernels
+from tests.traces.made import ADD, ALL_REDUCE, BACKWARD_THREAD, GEMM, Recording
 
 
 def families(found: dict[str, Any]) -> dict[str, float]:

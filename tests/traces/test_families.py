@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.families import of_kernel, of_operator
 from fastloop.measurement import FAMILIES
+from fastloop.traces.families import of_kernel, of_operator
 
 KERNELS = {
     "gemm": (

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from fastloop.chrometrace import Host, Trace, Work
-from fastloop.families import of_kernel
-from fastloop.hostops import own_time
-from fastloop.spans import Span
+from fastloop.traces.chrome import Host, Trace, Work
+from fastloop.traces.families import of_kernel
+from fastloop.traces.hostops import own_time
+from fastloop.traces.spans import Span
 
 Segment = tuple[float, float, str]
 """Begin, end and phase: disjoint, the innermost phase owns a moment."""

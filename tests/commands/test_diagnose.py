@@ -1,0 +1,228 @@
+"""fastloop diagnose: of a run there was, and of a configuration that is run for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.commands import diagnose as command
+from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.diagnose import diagnose, run_directory
+from fastloop.commands.trial import Job, Trial
+from fastloop.errors import ConfigError
+from fastloop.measurement import PARTS, Measurement
+from fastloop.records import Plan, Step, Verdict
+from fastloop.report import files
+from tests.commands.command_line import NET
+
+SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
+SEEN = Measurement(
+    steps=50, total_steps=60, warmup_steps=10, samples_per_s=40.0, step_ms={"mean": 100.0, "median": 100.0},
+    parts_ms={**dict.fromkeys(PARTS, 0.0), "data_wait": 80.0, "forward": 10.0, "backward": 10.0}, global_batch=4,
+    window_too_short=False, evidence={"loader": {"num_workers": 0, "map_style": True, "usable_cpus": 4}},
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def asked(target: str | Path, *overrides: str, **settings: Any) -> Answer:
+    given = {"more": (), "syncs": False, "trace": None, "out": None, "force": False, "limit_s": 120, **settings}
+    return diagnose(str(target), overrides=overrides, progress=lambda line: None, **given)
+
+
+def content(answer: Answer) -> Any:
+    assert answer.json is not None
+    return json.loads(files.dump(answer.json))
+
+
+def write_run(where: Path, seen: Measurement = SEEN, plan: Plan | None = None) -> Path:
+    """A run directory as far as a diagnosis reads it."""
+    steps = (Step(rung="pin", status="skipped", reason="needs CUDA"),)
+    plan = Plan(steps=steps) if plan is None else plan
+    verdicts = tuple(Verdict(rung=step.rung, took=False, why=step.reason or "") for step in plan.steps)
+    files.write(where, {
+        "measurement.json": files.dump(files.measurement_json(seen)), "plan.json": files.dump(files.plan_json(plan)),
+        "verdicts.json": files.dump(files.verdicts_json(verdicts)), "report.md": "# fastloop report\n",
+        "config.diff.yaml": "{}\n", "env.json": "{}\n",
+    })  # fmt: skip
+    return where
+
+
+# -- a run there was --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["a", "a/", "a/report.md", "a/measurement.json"])
+def test_findings_of_a_run_there_was(named: str, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in write_run(tmp_path / "a").iterdir()}
+    answer = asked(named)
+    lines = answer.text.splitlines()
+    assert lines[0].startswith("fastloop STARVED BY DATA") and "INACTIVE pin: needs CUDA" in lines
+    assert any(line.startswith("FIX") and "rungs.workers {enabled: true}" in line for line in lines)
+    assert lines[-1].endswith("a/report.md")
+    found = content(answer)
+    assert found["run_dir"] == "a" and found["findings"][0]["bottleneck"] == "data_wait"
+    assert found["measurement"]["steps"] == 50 and found["verdicts"][0]["rung"] == "pin"
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before, "nothing is written"
+
+
+def test_a_rung_that_is_on_is_not_proposed_again(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", plan=Plan(steps=(Step(rung="workers", status="skipped", reason="iterable"),)))
+    assert "rungs.workers {enabled: true}" not in asked("a").text
+
+
+def test_a_file_of_an_older_version_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    old = {"schema": 1, "steps": 50, "step_ms": {"mean": 100.0}, "parts_ms": {"data_wait": 80.0}, "unknown_key": 1,
+           "evidence": {"loader": {"num_workers": 0, "map_style": True, "usable_cpus": 4}}, "total_steps": 60}  # fmt: skip
+    (tmp_path / "a" / "measurement.json").write_text(json.dumps(old))
+    answer = asked("a")
+    assert answer.text.startswith("fastloop STARVED BY DATA") and content(answer)["plan"]["rungs"] == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_broken_file_is_said(text: str, tmp_path: Path) -> None:
+    (write_run(tmp_path / "a") / "measurement.json").write_text(text)
+    with pytest.raises(ConfigError, match="no JSON object"):
+        asked("a")
+
+
+def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"--syncs, --trace with the run directory a(.|\n)*a/config.resolved.yaml"):
+        asked("a", syncs=True, trace=3)
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        asked("a", "run.max_steps=3")
+
+
+def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigError, match=r"holds no measurement\.json"):
+        asked("a")
+
+
+def test_a_recipe_is_a_configuration_also_where_a_directory_has_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "gpt2")
+    assert run_directory("gpt2") is None and run_directory("./gpt2") == Path("gpt2")
+    assert run_directory("no-such-thing") is None and run_directory(str(NET)) is None
+
+
+# -- a configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, Job]]]:
+    """Trials that are not run: the first writes `seen` as a run would, the others give their rate or answer."""
+
+    def instead(seen: Measurement | str, **results: Any) -> list[tuple[str, Job]]:
+        jobs: list[tuple[str, Job]] = []
+
+        def run_trial(name: str, job: Job, run_dir: Path, **_: Any) -> Trial:
+            jobs.append((name, job))
+            kept: dict[str, Any] = {"name": name, "seconds": 1.0, "run_dir": run_dir}
+            result = seen if len(jobs) == 1 else results[name]
+            if isinstance(result, str):
+                return Trial(ok=False, cause=result, code=2 if result.startswith("fastloop: got") else 1, tail=result, **kept)
+            if isinstance(result, Measurement):
+                result = files.measurement_json(seen) if len(jobs) == 1 else result  # type: ignore[arg-type]
+                write_run(run_dir, seen)  # type: ignore[arg-type]
+            if name in ("flops", "rates"):
+                return Trial(ok=True, cause=None, code=0, answer=result, **kept)
+            measured = result if isinstance(result, dict) else {"samples_per_s": result}
+            return Trial(ok=True, cause=None, code=0, measurement=measured, **kept)
+
+        monkeypatch.setattr(command, "run_trial", run_trial)
+        return jobs
+
+    return instead
+
+
+COUNTED = {"schema": 1, "per_sample": 1e9, "matmul": 1e9, "at_least": False, "source": "a trial"}
+
+
+def test_ceilings_take_the_place_of_estimates(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    answer = asked(NET, out="a")
+    assert answer.text.splitlines()[0].startswith("fastloop STARVED BY DATA")
+    found = content(answer)
+    first = found["findings"][0]
+    assert first["bottleneck"] == "data_wait" and first["ceiling_is_estimate"] is False
+    assert first["ceiling_gain_pct"] == pytest.approx(350), "as measured, not 400 as the share would have it"
+    assert found["measurement"]["ceilings"] == {"replayed": 180.0, "resident": 190.0}
+    assert found["measurement"]["flops"]["per_sample"] == 1e9
+    assert found["measurement"]["tflop_per_s"] == pytest.approx(0.04)
+    assert [name for name, _ in jobs] == ["as it is", "replayed", "resident", "flops"]
+    assert [trial["name"] for trial in found["trials"]] == ["as it is", "replayed", "resident", "flops"]
+    written = {name: json.loads((tmp_path / "a" / f"{name}.json").read_text()) for name in ("measurement", "findings")}
+    assert written["measurement"] == found["measurement"] and written["findings"]["findings"] == found["findings"]
+    assert "measured" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_without_trials_the_ceiling_is_an_estimate(pretend: Callable[..., Any]) -> None:
+    pretend(SEEN, replayed="killed by SIGKILL", resident="hung", flops="exit code 1: no luck")
+    answer = asked(NET, out="a")
+    first = content(answer)["findings"][0]
+    assert answer.exit_code == 0 and first["ceiling_is_estimate"] is True
+    assert "NOTE     replayed could not be measured: killed by SIGKILL" in answer.text
+    assert "NOTE     flops could not be measured: exit code 1: no luck" in answer.text
+
+
+def test_the_hunt_and_the_trace_are_for_the_first_run_only(pretend: Callable[..., Any]) -> None:
+    jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    asked(NET, "rungs.amp.enabled=true", syncs=True, trace=7)
+    steps = [job.config().watch.trace_steps for _, job in jobs]
+    assert steps == [7, 0, 0, 0] and [job.hunt_syncs for _, job in jobs] == [True, False, False, False]
+    assert all(job.config().ladder.amp.enabled for _, job in jobs)
+    jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    asked(NET, "watch.trace_steps=5", out="b")
+    assert [job.config().watch.trace_steps for _, job in jobs] == [5, 0, 0, 0] and not jobs[0][1].hunt_syncs
+
+
+def test_what_the_run_could_tell_itself_is_not_asked_again(pretend: Callable[..., Any]) -> None:
+    on_gpu = dataclasses.replace(SEEN, device="cuda", device_name="NVIDIA H200", precision="32-true", flops=COUNTED)
+    jobs = pretend(on_gpu, replayed=180.0, resident=190.0, no_exchange=50.0,
+                   rates={"schema": 1, "gemm_tflop_per_s": 700.0, "copy_tb_per_s": 4.0, "gemm_size": 8192})  # fmt: skip
+    answer = asked(NET, "run.devices=2", out="a")
+    assert [name for name, _ in jobs] == ["as it is", "replayed", "resident", "no_exchange", "rates"]
+    peaks = content(answer)["measurement"]["peaks"]
+    assert (peaks["measured_tflop_per_s"], peaks["measured_copy_tb_per_s"]) == (700.0, 4.0)
+    known = dataclasses.replace(on_gpu, peaks={"measured_tflop_per_s": 700.0})
+    jobs = pretend(known, replayed=180.0, resident=190.0)
+    asked(NET, out="b")
+    assert [name for name, _ in jobs] == ["as it is", "replayed", "resident"]
+
+
+def test_a_run_that_fails_ends_it(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    jobs = pretend("exit code 1: no luck")
+    with pytest.raises(Failed, match="no luck") as raised:
+        asked(NET, out="a")
+    assert raised.value.exit_code == 1 and len(jobs) == 1
+
+
+def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    pretend("fastloop: got it")
+    with pytest.raises(Failed) as raised:
+        asked(NET)
+    assert raised.value.exit_code == 2 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_configuration_as_it_is(tmp_path: Path) -> None:
+    answer = asked(SLOW, "recipe.load_ms=20", out="a")
+    found = content(answer)
+    assert answer.text.startswith("fastloop STARVED BY DATA"), answer.text
+    assert all(trial["ok"] for trial in found["trials"])
+    first = found["findings"][0]
+    assert first["ceiling_is_estimate"] is False and first["ceiling_gain_pct"] > 200
+    assert found["measurement"]["flops"]["per_sample"] == 608 and (tmp_path / "a" / "report.html").is_file()
+    again = asked("a")
+    assert content(again)["findings"] == found["findings"] and again.text.splitlines()[0].startswith("fastloop STARVED")
