@@ -2,26 +2,26 @@
 
     python benchmarks/recipes.py resnet50 --runs 3 [--data DIR] [--steps 40] [--arms naive,safe,full,resident]
 
-Every run is a fresh process; arms take turns, in an order shuffled each round. `resident` is the recipe's own step on
-one device batch that never moves (no data, no copy), in the precision and layout of `full`. One JSON line per run,
-then one per arm with the median and a t interval of log(rate) over its runs. No parity is checked here.
+Every run is a fresh process; arms take turns, in an order shuffled each round. `resident` is `full` on batches that
+are on the device and never move (no data, no copy), see fastloop/bridge/ceilings.py. One JSON line per run, then one
+per arm with the median and a t interval of log(rate) over its runs. No parity is checked here.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from scipy import stats
+
+from fastloop.commands.supervise import Limits
+from fastloop.commands.trial import Job, run_trial
 
 LIMIT_S = 420
 DATA = {"resnet50": "imagenet-sample.tar", "cifar10": "cifar10-jpg.tar", "gpt2": "tinyshakespeare.txt"}
@@ -32,7 +32,7 @@ FULL = {
 }
 LONGER = {"naive": 1, "safe": 2, "full": 4, "resident": 4}
 """Times --steps: the fast arms hold more batches in queues, and need longer windows to be past them."""
-ARMS = {"naive": [], "safe": ["--config", "safe"], "full": ["--config", "full"], "resident": ["--config", "full"]}
+ARMS = {"naive": [], "safe": ["safe"], "full": ["full"], "resident": ["full"]}
 
 
 def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -44,18 +44,14 @@ def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[s
         overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
     if arm in ("full", "resident"):
         overrides += FULL[recipe]
-    command = [sys.executable, "-m", "fastloop", "run", recipe, *overrides, *ARMS[arm], "--json", "-"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    if arm == "resident":
-        command = [sys.executable, __file__, "--resident", recipe, *command[5:-2]]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"over {LIMIT_S} s"}
-    if done.returncode:
-        return {"error": done.stderr[-600:]}
-    content = json.loads(done.stdout[done.stdout.index("{"):])
-    seen, verdicts = content["measurement"], content["verdicts"]
+    job = Job(conf=recipe, more=tuple(ARMS[arm]), overrides=tuple(overrides),
+              variation="resident" if arm == "resident" else "as_it_is")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trial = run_trial(arm, job, Path(folder), limits=Limits(total_s=LIMIT_S))
+        written = json.loads((Path(folder) / "verdicts.json").read_text()) if trial.ok else {}
+    if trial.measurement is None or not trial.ok:
+        return {"error": f"{trial.cause}: {trial.tail[-600:]}"}
+    seen, verdicts = trial.measurement, written["verdicts"]
     return {
         "samples_per_s": seen["samples_per_s"], "step_ms": seen["step_ms"], "lead_ms": seen["lead_ms"],
         "data_wait_ms": seen["parts_ms"]["data_wait"], "peak_gib": seen["peak_gib"], "steps": seen["steps"],
@@ -63,49 +59,6 @@ def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[s
         "took": [verdict["rung"] for verdict in verdicts if verdict["took"]],
         "inactive": {verdict["rung"]: verdict["why"] for verdict in verdicts if not verdict["took"]},
     }  # fmt: skip
-
-
-class Resident:
-    """One batch, for ever. Not a list: Lightning would take that for a list of loaders."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Any:
-        return itertools.repeat(self.batch)
-
-
-def resident(recipe: str, arguments: list[str]) -> None:
-    """The recipe's step on one batch that stays on the device, everything else as configured."""
-    from torch.utils.data import default_collate
-
-    from fastloop.bridge import training
-    from fastloop.commands.run import files
-    from fastloop.config import load
-
-    more = [value for flag, value in itertools.pairwise(arguments) if flag == "--config"]
-    overrides = [text for text in arguments if "=" in text]
-    config = load(recipe, more=more, overrides=[*overrides, "rungs.workers.enabled=false", "rungs.pin.enabled=false",
-                                                "rungs.prefetch.enabled=false", "rungs.batch.enabled=false",
-                                                "trainer.accumulate_grad_batches=1"])  # fmt: skip
-    built = training.build_recipe
-
-    def with_resident_batch(config: Any) -> tuple[Any, Any]:
-        module, data = built(config)
-        # The micro-batch that `full` runs: the same work for each sample as in the arm it is the ceiling of.
-        size = next((int(text.split("=")[1]) for text in overrides if "micro_batch" in text), data.batch_size)
-
-        def train_dataloader() -> Any:
-            batch = default_collate([data.train_set[index % len(data.train_set)] for index in range(size)])
-            batch = [tensor.to("cuda") for tensor in batch]
-            return Resident(batch)
-
-        data.train_dataloader = train_dataloader
-        return module, data
-
-    training.build_recipe = with_resident_batch
-    loop = training.train(config, None)
-    print(json.dumps({"measurement": files.measurement_json(loop.measurement), **files.verdicts_json(loop.verdicts)}))
 
 
 def summarise(arm: str, rates: list[float], versions: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -130,10 +83,6 @@ def environment() -> dict[str, Any]:
 
 
 def main() -> None:
-    if "--resident" in sys.argv:
-        position = sys.argv.index("--resident")
-        resident(sys.argv[position + 1], sys.argv[position + 2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=list(DATA))
     parser.add_argument("--runs", type=int, default=3)

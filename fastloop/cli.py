@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import os
 import shutil
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from fastloop import __version__
 from fastloop.commands.answer import Answer, Failed
-from fastloop.errors import ConfigError, FastLoopError
+from fastloop.commands.shell import Commands, check_writable, hear_signals, stdout_to_stderr, usage, write
+from fastloop.errors import FastLoopError
 
 _json = click.option("--json", "json_to", metavar="FILE|-", help="One JSON object to a file, or to stdout with '-'.")
 _more = click.option("--config", "more", multiple=True, metavar="MORE.yaml", help="A patch: a file, rung or ladder.")
+_out = click.option("--out", metavar="DIR", help="Run directory; default fastloop-runs/<name>/<utc>.")
+_force = click.option("--force", is_flag=True, help="Write into a directory that is not empty.")
+_limit = click.option("--limit", "limit_s", type=click.FloatRange(min=1), default=3600.0, show_default=True,
+                      metavar="SECONDS", help="For each training it runs.")  # fmt: skip
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
-class _Commands(click.Group):
-    """A group that suggests the command a typing error meant."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], self.commands, n=1)
-            do = f"write {close[0]}" if close else "run fastloop --help"
-            raise ConfigError(got=f"command {args[0]!r}", why=f"the commands are {', '.join(self.commands)}", do=do)
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="fastloop %(version)s")
 def cli() -> None:
     """Find out why a Lightning training loop does not fill its GPU, apply the fix and prove it.
@@ -81,7 +73,7 @@ def rungs(name: str | None, json_to: str | None) -> None:
     _answer(lambda: listing.rungs(name), json_to)
 
 
-@cli.group(cls=_Commands)
+@cli.group(cls=Commands)
 def config() -> None:
     """Show or compare configurations."""
 
@@ -125,8 +117,8 @@ def plan(conf: str, overrides: Sequence[str], more: Sequence[str], json_to: str 
 @click.argument("conf")
 @_overrides
 @_more
-@click.option("--out", metavar="DIR", help="Run directory; default fastloop-runs/<name>/<utc>.")
-@click.option("--force", is_flag=True, help="Write into a directory that is not empty.")
+@_out
+@_force
 @click.option("--trust-checkpoint", is_flag=True, help="Resume from a checkpoint that needs code to load.")
 @_json
 def run(conf: str, overrides: Sequence[str], more: Sequence[str], out: str | None, force: bool, trust_checkpoint: bool,
@@ -136,6 +128,42 @@ def run(conf: str, overrides: Sequence[str], more: Sequence[str], out: str | Non
 
     _answer(lambda: command.run(conf, more=more, overrides=overrides, out=out, force=force,
                                 trust_checkpoint=trust_checkpoint), json_to)  # fmt: skip
+
+
+@cli.command()
+@click.argument("target", metavar="RUN_DIR|CONF")
+@_overrides
+@_more
+@click.option("--syncs", is_flag=True, help="Name the lines of your code that wait for the device.")
+@click.option("--trace", type=click.IntRange(min=1), metavar="N", help="Record N steps after the timed ones.")
+@_out
+@_force
+@_limit
+@_json
+def diagnose(target: str, overrides: Sequence[str], more: Sequence[str], syncs: bool, trace: int | None,
+             out: str | None, force: bool, limit_s: float, json_to: str | None) -> None:  # fmt: skip
+    """Why the GPU is idle: of a run there was, or of a configuration, which it runs."""
+    from fastloop.commands import diagnose as command
+
+    _answer(lambda: command.diagnose(target, more=more, overrides=overrides, syncs=syncs, trace=trace, out=out,
+                                     force=force, limit_s=limit_s, progress=_say), json_to)  # fmt: skip
+
+
+@cli.command()
+@click.argument("conf")
+@_overrides
+@_more
+@_out
+@_force
+@_limit
+@_json
+def headspace(conf: str, overrides: Sequence[str], more: Sequence[str], out: str | None, force: bool, limit_s: float,
+              json_to: str | None) -> None:  # fmt: skip
+    """The ceilings: replayed batch, resident batch, no exchange."""
+    from fastloop.commands import headspace as command
+
+    _answer(lambda: command.headspace(conf, more=more, overrides=overrides, out=out, force=force, limit_s=limit_s,
+                                      progress=_say), json_to)  # fmt: skip
 
 
 @cli.command()
@@ -149,7 +177,7 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
     def show() -> Answer:
         answer = reporting.report(run_dir)
         if open_it and answer.json is not None:
-            click.launch(str(Path(answer.json["run_dir"]) / "report.md"))
+            click.launch(reporting.to_open(answer.json["run_dir"]))
         return answer
 
     _answer(show, json_to)
@@ -158,13 +186,13 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
 def _answer(command: Callable[[], Answer], json_to: str | None) -> None:
     """Run a command and print its answer: text to stdout; with ``--json -`` the object there, all else to stderr."""
     if json_to == "-":
-        with _stdout_to_stderr():
+        with stdout_to_stderr():
             answer = command()
             if answer.text:
                 print(answer.text)
     else:
         if json_to is not None:
-            _check_writable(Path(json_to))
+            check_writable(Path(json_to))
         answer = command()
         if answer.text:
             print(answer.text)
@@ -174,47 +202,16 @@ def _answer(command: Callable[[], Answer], json_to: str | None) -> None:
         if json_to == "-":
             print(dump(answer.json, ascii_only=True), end="", flush=True)
         else:
-            _write(Path(json_to), dump(answer.json))
+            write(Path(json_to), dump(answer.json))
     if answer.exit_code:
         raise SystemExit(answer.exit_code)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send whatever this process and its children print to stderr."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _check_writable(path: Path) -> None:
-    """Find out before a training whether its result can be written after it."""
-    there = path.exists()
-    _write(path, "", mode="a")
-    if not there:
-        path.unlink()
-
-
-def _write(path: Path, text: str, mode: str = "w") -> None:
-    try:
-        with path.open(mode, encoding="utf-8", errors="replace") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(got=f"--json {path}", why=f"it cannot be written: {error.strerror or error}",
-                          do="write a file in a directory of yours, or - for stdout") from None  # fmt: skip
 
 
 def main() -> NoReturn:
     """Entry point: errors meant for people in three lines on stderr, everything else as a failed run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # better than no report where the terminal has no such letter
-    heard = _hear_signals()
+    heard = hear_signals()
     code = _main()
     if code == 1 and heard:  # some libraries swallow Ctrl-C while they are imported, and are then half there
         code = 128 + heard[-1]
@@ -225,23 +222,6 @@ def main() -> NoReturn:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
-
-
-def _hear_signals() -> list[int]:
-    """Let SIGTERM end the program as Ctrl-C does, its directories given back; gives the signals as they come.
-
-    A training hears SIGTERM in its own way, see ``bridge/ending.py``. What is ignored, as after nohup, stays so.
-    """
-    heard: list[int] = []
-
-    def stop(number: int, _frame: object) -> NoReturn:
-        heard.append(number)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        if signal.getsignal(number) == default:
-            signal.signal(number, stop)
-    return heard
 
 
 def _main() -> int:
@@ -258,7 +238,7 @@ def _main() -> int:
         error.show()
         return 2
     except click.ClickException as error:
-        _say(f"fastloop: {_usage(error)}")
+        _say(f"fastloop: {usage(error)}")
         return 2
     except (KeyboardInterrupt, click.Abort):
         _say("fastloop: interrupted")
@@ -277,23 +257,6 @@ def _main() -> int:
 def _say(text: str) -> None:
     if text:
         print(text, file=sys.stderr, flush=True)
-
-
-def _usage(error: click.ClickException) -> ConfigError:
-    """Click's complaints in the words of all others."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "fastloop"
-    why, do = error.format_message(), f"see {command} --help"
-    if isinstance(error, click.NoSuchOption):
-        name, near = error.option_name, error.possibilities or ()
-        why = f"{command} has no option {name}"
-        if "." in name:
-            do = f"write {name.lstrip('-')}=…, without dashes"
-        elif near:
-            do = f"write {' or '.join(sorted(near))}"
-    elif isinstance(error, click.MissingParameter) and error.param is not None:
-        why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
-    return ConfigError(got=command, why=why, do=do)
 
 
 if __name__ == "__main__":

@@ -223,3 +223,5 @@ class Finding:
     """False where a trial measured it."""
     detail: tuple[str, ...] = ()
     """Further lines: the evidence behind the reason, and what makes the figures doubtful."""
+    title: str = ""
+    """Headline in capitals, filled by ``diagnose``."""

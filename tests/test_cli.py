@@ -353,4 +353,6 @@ def test_report_opens_the_file(fastloop: CommandLine, monkeypatch: pytest.Monkey
     (fastloop.folder / "there" / "report.md").write_text("# fastloop report\n")
     assert fastloop("report", "there").out == "# fastloop report\n" and opened == []
     assert fastloop("report", "there", "--open", "--json", "-").json["run_dir"] == "there"
-    assert opened == ["there/report.md"]
+    (fastloop.folder / "there" / "report.html").write_text("<p>report")
+    assert fastloop("report", "there/report.html", "--open").out == "# fastloop report\n"
+    assert opened == ["there/report.md", "there/report.html"]

@@ -67,9 +67,11 @@ def test_the_weakest_class_is_the_plans(classes: list[Any], weakest: str) -> Non
 
 def test_a_finding_has_the_contracts_keys_and_promises_nothing_by_itself() -> None:
     keys = dataclasses.asdict(Finding(bottleneck="none", share_pct=None, why="x")).keys()
-    assert keys >= {"bottleneck", "share_pct", "why", "patch", "ceiling_gain_pct", "ceiling_is_estimate", "detail"}
+    assert keys >= {"bottleneck", "share_pct", "why", "patch", "ceiling_gain_pct", "ceiling_is_estimate", "detail",
+                    "title"}  # fmt: skip
     blank = Finding(bottleneck="none", share_pct=None, why="x")
-    assert blank.patch is blank.ceiling_gain_pct is None and blank.ceiling_is_estimate and blank.detail == ()
+    assert blank.patch is blank.ceiling_gain_pct is None and blank.ceiling_is_estimate
+    assert blank.detail == () and blank.title == ""
 
 
 def test_an_action_without_evidence_has_none() -> None:

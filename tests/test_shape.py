@@ -20,8 +20,9 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 RUNGS = [field.name for field in dataclasses.fields(Ladder)]
 MANUAL = ("Faster because", "Costs", "Don't use when", "Evidence", "Source")
 SAME_FOUR = ("test_plan", "test_takes", "test_parity", "test_undo")
-WITHOUT_TEST = {"__init__.py", "__main__.py", "bridge/__init__.py", "commands/__init__.py", "evidence/__init__.py",
-                "feeds/__init__.py", "report/__init__.py", "rungs/__init__.py"}  # fmt: skip
+WITHOUT_TEST = {"__init__.py", "__main__.py", "bridge/__init__.py", "commands/__init__.py", "diagnose/__init__.py",
+                "evidence/__init__.py", "feeds/__init__.py", "report/__init__.py", "rungs/__init__.py",
+                "traces/__init__.py"}  # fmt: skip
 """Files of the package that hold nothing to test, or (`__init__`) are tested by test_public.py."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fastloop import diagnose
-from fastloop.bridge import live, namespace, rundir, strategy
+from fastloop.bridge import live, model, namespace, rundir, strategy
 from fastloop.bridge.apply import Applier
 from fastloop.bridge.eyes import Eyes
 from fastloop.bridge.guard import disabled, fail_open
@@ -21,7 +21,7 @@ from fastloop.errors import FastLoopError
 from fastloop.ladder import verify
 from fastloop.measurement import Measurement
 from fastloop.records import Finding, Plan, Verdict
-from fastloop.report import summary
+from fastloop.report import files, summary
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -83,6 +83,8 @@ class FastLoop(Callback):
         self.measurement: Measurement | None = None
         self.verdicts: tuple[Verdict, ...] = ()
         self.findings: tuple[Finding, ...] = ()
+        self.words: Mapping[str, Any] = {}
+        """What reports say beside these records: see `rundir.words`."""
         self.run_dir: Path | None = None
         """Where this rank wrote its files, if it did."""
         self._loader_seen: Mapping[str, Any] = {}
@@ -234,7 +236,7 @@ class FastLoop(Callback):
     def _evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = live.evidence(trainer) or self._loader_seen
-        return {**found, "loader": self._loader_seen}
+        return {**found, "loader": self._loader_seen, "model": model.evidence(trainer)}
 
     def _measure(self, trainer: Any, partial: bool = False) -> None:
         evidence = self._evidence(trainer)
@@ -253,11 +255,11 @@ class FastLoop(Callback):
         self._training = False
         if self.measurement is None or not trainer.is_global_zero:
             return
-        where = self._place(trainer)
+        self.words, where = rundir.words(self, trainer.lightning_module), self._place(trainer)
         self.run_dir = where if where is not None and rundir.write(where, self) else None
         if not self.quiet and (self._eyes is not None or self.config.ladder.enabled()):
-            report = None if self.run_dir is None else str(self.run_dir / "report.md")
-            for line in summary.lines(self.measurement, self.plan, self.verdicts, self.findings, report):
+            report = None if self.run_dir is None else files.report_in(self.run_dir)
+            for line in summary.lines(self.measurement, self.plan, self.verdicts, self.findings, report, **self.words):
                 rank_zero_info(line)
 
     def _undo(self) -> None:

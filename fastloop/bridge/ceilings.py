@@ -11,6 +11,7 @@ the loader as the rungs have it, so they are pinned, merged and fed ahead as in 
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop import facts as machine
 from fastloop.bridge import survey, training
-from fastloop.bridge.beats import Beats
+from fastloop.bridge.beats import Beats, hear_only
 from fastloop.bridge.callback import FastLoop
 from fastloop.config import Config
 from fastloop.errors import FastLoopError
@@ -33,6 +34,8 @@ Ceiling = Literal["replayed", "resident", "no_exchange"]
 
 FEWEST, MOST = 2, 8
 """Batches to replay. One alone would stay in the processor's caches."""
+LOAD_S = 20.0
+"""After this time no more are loaded than the fewest."""
 MEMORY_SHARE = 1 / 32
 """Share of the host's, and of the device's free memory that they may take, over the ranks of a machine."""
 
@@ -109,6 +112,9 @@ class NoExchange(Callback):
     Source: torch/nn/parallel/distributed.py, ``require_backward_grad_sync``.
     """
 
+    def __init__(self) -> None:
+        hear_only(self)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         model = trainer.strategy.model
         if trainer.world_size < 2 or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -150,6 +156,8 @@ class _Substitution:
                 batches = self._change(batches)
             if self.on_device:
                 batches = [self._staged(batch, feed) for batch in batches[:FEWEST]]
+                if self.trainer.strategy.root_device.type == "cuda":
+                    torch.cuda.synchronize(self.trainer.strategy.root_device)
             self._kept[self._leaf] = batches, sizes
         batches, sizes = self._kept[self._leaf]
         if not batches:
@@ -189,10 +197,7 @@ class _Substitution:
         batch = strategy.precision_plugin.convert_input(batch)
         if before is not None:
             batch = _once(trainer, before)(batch, 0)
-        moved = (moves or strategy.lightning_module).transfer_batch_to_device(batch, strategy.root_device, 0)
-        if strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(strategy.root_device)
-        return moved
+        return (moves or strategy.lightning_module).transfer_batch_to_device(batch, strategy.root_device, 0)
 
 
 def _once(trainer: Any, owner: Any) -> Callable[[Any, int], Any]:
@@ -220,15 +225,16 @@ def _windows(strategy: Any) -> Any:
 
 def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     """The first few batches of a loader, without an epoch's short last one; its workers are gone afterwards."""
-    iterator, wanted = iter(source), FEWEST
+    iterator, wanted, begun = iter(source), FEWEST, time.monotonic()
     kept: list[Any] = []
-    while len(kept) < wanted:
+    ended = False
+    while not ended and len(kept) < wanted and (len(kept) < FEWEST or time.monotonic() - begun < LOAD_S):
         try:
             kept.append(next(iterator))
         except StopIteration:
-            break
+            ended = True
         wanted = most(kept[0]) if len(kept) == 1 else wanted
-    ended = len(kept) < wanted or _length(source) == len(kept)
+    ended = ended or _length(source) == len(kept)
     if ended and len(kept) > 1 and (samples(kept[-1]) or 0) < (samples(kept[0]) or 0):
         kept.pop()
     if hasattr(iterator, "_shutdown_workers"):

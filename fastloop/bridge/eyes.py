@@ -175,5 +175,7 @@ def planned_steps(trainer: Any) -> int | None:
         limits.append(trainer.max_steps - trainer.global_step)
     batches, epochs = trainer.num_training_batches, trainer.max_epochs
     if epochs is not None and epochs >= 0 and isinstance(batches, int):
-        limits.append(math.ceil(batches / trainer.accumulate_grad_batches) * (epochs - trainer.current_epoch))
+        done = (trainer.fit_loop.batch_idx + 1) % max(1, batches)  # where it resumes in the midst of an epoch
+        an_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+        limits.append(an_epoch * (epochs - trainer.current_epoch) - done // trainer.accumulate_grad_batches)
     return int(min(limits)) if limits else None

@@ -57,4 +57,5 @@ def evidence(trainer: Any) -> dict[str, Any]:
         "kind": type(found[0]).__name__, "num_workers": min(workers) if workers else None,
         "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),
         "usable_cpus": machine.usable_cpus(), "queued_batches": queued_batches(trainer),
+        "pin_memory": all(bool(getattr(loader, "pin_memory", False)) for loader in found),
     }  # fmt: skip

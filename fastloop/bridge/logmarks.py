@@ -60,6 +60,11 @@ class LogMarks:
             if not marks.listens():
                 return call(*args, **kwargs)
             began = time.perf_counter()
+            if name is not None and not marks.in_detail():
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    marks.hook_took(name, time.perf_counter() - began)
             marks.enter(phase)
             try:
                 return call(*args, **kwargs)

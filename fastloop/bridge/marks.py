@@ -74,6 +74,8 @@ class _Phase:
     def __enter__(self) -> None:
         if self.is_hook:
             self._since = time.perf_counter()
+            if not self.marks.in_detail():
+                return
         elif self.is_forward and self.marks.around_forward is not None:
             self._back = self.marks.around_forward()
         if self.is_work and self.marks.around_work is not None and not self.marks.counts:
@@ -82,6 +84,9 @@ class _Phase:
         self.marks.enter(self.phase)
 
     def __exit__(self, *raised: object) -> None:
+        if self.is_hook and not self.marks.in_detail():
+            self.marks.hook_took(self.name, time.perf_counter() - self._since)
+            return
         self.marks.leave()
         if self._work is not None:
             self._work.__exit__(*raised)
@@ -148,9 +153,11 @@ class Marks:
 
     def profile(self, name: str) -> Any:
         """The context for an action."""
-        clock = self.clock
         if name == BODY:
             return self._body
+        clock = self.clock
+        if clock.in_body and not clock.detailed and self.ranges is None and self.around_work is None:
+            return NOTHING  # nearly all of them
         if not self.listens():
             return NOTHING
         try:
@@ -168,6 +175,15 @@ class Marks:
         clock = self.clock
         timed = clock.open and (clock.detailed or not clock.in_body)
         return timed or self.ranges is not None or self.around_work is not None
+
+    def in_detail(self) -> bool:
+        """Whether every hook has marks of its own."""
+        return self.clock.detailed or self.ranges is not None
+
+    def hook_took(self, name: str, seconds: float) -> None:
+        """A hook without marks of its own has ended."""
+        self.hooks_s[name] += seconds
+        self.clock.hooks_s += seconds
 
     def enter(self, phase: str) -> None:
         if self.ranges is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fastloop import facts
+from fastloop import diagnose, facts
 from fastloop.config import Config, changed, shipped, to_yaml
 from fastloop.ladder import Ladder
 from fastloop.report import files
@@ -48,6 +48,13 @@ def _new(root: Path, name: str) -> Path:
     return next(root / candidate for candidate in names if not (root / candidate).exists())
 
 
+def words(loop: FastLoop, module: Any) -> dict[str, Any]:
+    """What reports say beside the records: ``name``, of the recipe or else of the model; ``then`` and ``later``."""
+    config, seen = loop.config, loop.measurement
+    then, later = ((), ()) if seen is None else diagnose.next_steps(loop.findings, seen, config.ladder.enabled())
+    return {"name": config.name if config.recipe_file else type(module).__name__, "then": then, "later": later}
+
+
 def write(where: Path, loop: FastLoop) -> bool:
     """Write the run's files. A directory that cannot be written is one warning, not the end of a training."""
     if loop.measurement is None:
@@ -57,7 +64,7 @@ def write(where: Path, loop: FastLoop) -> bool:
     contents = files.run_files(
         config_yaml=resolved(loop.config, where), changed_yaml=dump_yaml(changed(loop.config)), environment=environment,
         plan=loop.plan, seen=loop.measurement, verdicts=loop.verdicts, findings=loop.findings,
-        left_out=left_out(loop.config.ladder),
+        left_out=left_out(loop.config.ladder), **loop.words,
     )  # fmt: skip
     try:
         files.write(where, contents)

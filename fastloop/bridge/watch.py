@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -212,17 +212,12 @@ def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iter
                 f"[LightningModule]{module}.on_after_batch_transfer",
                 f"[LightningModule]{module}.on_train_batch_start", BODY,
                 f"[LightningModule]{module}.optimizer_step", f"[Strategy]{strategy}.training_step",
-                f"[LightningModule]{module}.on_before_zero_grad", f"[LightningModule]{module}.optimizer_zero_grad", f"[LightningModule]{module}.on_before_backward",
+                f"[LightningModule]{module}.on_before_zero_grad", f"[LightningModule]{module}.optimizer_zero_grad",
+                f"[LightningModule]{module}.on_before_backward",
                 f"[Strategy]{strategy}.backward", f"[LightningModule]{module}.on_after_backward",
                 f"[LightningModule]{module}.on_before_optimizer_step",
                 f"[LightningModule]{module}.configure_gradient_clipping",
                 f"[LightningModule]{module}.on_train_batch_end")  # fmt: skip
-
-
-@contextmanager
-def _inside(profiler: Any, names: Sequence[str]) -> Iterator[None]:
-    with profiler.profile(names[0]):
-        yield
 
 
 def cost_us(device: torch.device, steps: int = 400) -> float:

@@ -28,10 +28,13 @@ def read(path: Path) -> dict[str, Any] | None:
 def measurement_from(content: Mapping[str, Any]) -> Measurement:
     """The record behind a ``measurement.json``. Pure; inverse of `files.measurement_json`."""
     blank = Measurement()
-    kept = {key: value for key, value in _known(Measurement, content).items() if _fits(value, getattr(blank, key))}
-    merged = {key: {**getattr(blank, key), **value} if isinstance(value, Mapping) else value
-              for key, value in kept.items()}  # fmt: skip
-    return Measurement(**merged)
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(Measurement)}
+    kept: dict[str, Any] = {}
+    for key, value in _known(Measurement, content).items():
+        if _fits(value, kinds[key]):
+            whole = getattr(blank, key)
+            kept[key] = {**whole, **value} if isinstance(value, Mapping) and isinstance(whole, Mapping) else value
+    return Measurement(**kept)
 
 
 def plan_from(content: Mapping[str, Any]) -> Plan:
@@ -67,12 +70,11 @@ def _known(kind: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in content.items() if key in names}
 
 
-def _fits(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind that its default is of: a file may have been written by anybody."""
-    if default is None or value is None:
-        return default is None
-    if isinstance(default, Mapping):
-        return isinstance(value, Mapping)
-    if isinstance(default, bool) or not isinstance(default, (int, float)):
-        return isinstance(value, type(default))
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value is of the kind that a record's field is annotated with: a file may be anybody's."""
+    if value is None:
+        return kind.endswith("| None")
+    if isinstance(value, bool):
+        return kind == "bool"
+    kinds: dict[str, Any] = {"Mapping": Mapping, "tuple": tuple, "str": str, "int": (int, float), "float": (int, float)}
+    return any(kind.startswith(name) and isinstance(value, known) for name, known in kinds.items())

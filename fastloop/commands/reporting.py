@@ -21,7 +21,7 @@ def report(run_dir: str) -> Answer:
         ConfigError: the directory holds no run.
     """
     path = Path(run_dir)
-    if path.name == "report.md" and is_file(path):  # the line that a run ends with names this file
+    if path.name in ("report.html", "report.md") and is_file(path):  # the line that a run ends with names one of them
         path = path.parent
     text = path / "report.md"
     if not is_file(text):
@@ -29,6 +29,11 @@ def report(run_dir: str) -> Answer:
     parts = {name: _read(path / f"{name}.json") for name in ("plan", "measurement", "verdicts", "findings")}
     content = files.run_json(str(path), **parts)
     return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
+
+
+def to_open(run_dir: str) -> str:
+    """The file to open of a run that `report` has shown: the page where there is one."""
+    return str(files.report_in(Path(run_dir)) or run_dir)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

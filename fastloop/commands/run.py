@@ -45,8 +45,8 @@ def run(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | 
         str(place.path), plan=files.plan_json(loop.plan), measurement=files.measurement_json(loop.measurement),
         verdicts=files.verdicts_json(loop.verdicts), findings=files.findings_json(loop.findings),
     )  # fmt: skip
-    report = str(place.path / "report.md")
-    lines = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report)
+    report = files.report_in(place.path)
+    lines = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.words)
     return Answer(text="\n".join(lines), json=content)
 
 

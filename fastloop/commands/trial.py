@@ -57,7 +57,8 @@ class Job:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Job:
         """A job from its JSON."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+        known: dict[str, Any] = dict(content)
+        return cls(**{**known, "more": tuple(known["more"]), "overrides": tuple(known["overrides"])})
 
     def config(self) -> Config:
         """The checked configuration; raises ConfigError."""

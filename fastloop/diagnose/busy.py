@@ -87,4 +87,4 @@ def _family(name: str, share: float) -> Culprit:
         "elementwise work": (("compile",), "compile is on; fused kernels written by hand would be next"),
     }[name]
     takes = f"{name}{' and normalisation take' if name == 'elementwise work' else ' takes'} {100 * share:.0f} % of it"
-    return Culprit(name.removeprefix("the "), takes, rungs, instead, share)
+    return Culprit(name.removeprefix("the ").removesuffix(" work"), takes, rungs, instead, share)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from fastloop.diagnose import busy
+from fastloop.diagnose.nothing import unknown
 from fastloop.diagnose.reading import step_ms
 from fastloop.diagnose.remedies import available
-from fastloop.diagnose.rules import unknown
 from fastloop.diagnose.straggler import straggler
 from fastloop.measurement import Measurement
 from fastloop.records import Finding
 
 TITLES = {
-    "data_wait": "STARVED BY DATA", "h2d": "WAITING FOR COPIES", "launch_bound": "BOUND BY LAUNCHES",
-    "host_other": "HELD UP BY THE HOST", "callbacks_logging": "HELD UP BY CALLBACKS AND LOGGING",
-    "sync": "STOPPED BY SYNCHRONISATIONS", "comm_exposed": "WAITING FOR THE EXCHANGE OF GRADIENTS",
+    "data_wait": "STARVED BY DATA", "h2d": "WAITING FOR COPIES", "launch_bound": "LAUNCH-BOUND",
+    "host_other": "HELD UP BY THE HOST", "callbacks_logging": "HELD UP BY CALLBACKS, LOGGING",
+    "sync": "STOPPED BY SYNCHRONISATIONS", "comm_exposed": "WAITING FOR GRADIENT EXCHANGE",
     "straggler": "WAITING FOR A SLOW RANK", "memory_bound": "BUSY, NOT FAST: MEMORY-BOUND", "compute_bound": "BUSY",
     "fp32_math": "BUSY, NOT FAST: FP32 MATH", "validation": "HELD UP BY VALIDATION",
     "checkpoint": "HELD UP BY CHECKPOINTS", "epoch_gap": "HELD UP BETWEEN EPOCHS",
 }  # fmt: skip
+"""Short enough that the verdict's first words fit a terminal of 40 columns."""
 THEN = {
     "data_wait": ("prefetch", "pin"), "h2d": ("prefetch", "pin"), "launch_bound": ("batch", "compile", "fused"),
     "memory_bound": ("compile", "layout", "amp", "fused", "batch"),
@@ -39,17 +40,17 @@ def title(finding: Finding, seen: Measurement) -> str:
     if kind == "straggler" and (slow := straggler(seen)) is not None:
         return f"WAITING FOR RANK {slow.rank}"
     if kind == "sync" and finding.share_pct is None:
-        return "SYNCHRONISES, WHICH IS FREE ON THE CPU"
+        return "SYNCHRONISES: FREE ON THE CPU"
     if kind == "memory_bound" and finding.patch is None:
         return "BUSY: MEMORY-BOUND"
     if kind == "launch_bound" and seen.device != "cuda":
         return "A STEP TOO SMALL FOR ITS LOOP"
     if kind == "compute_bound":
         if busy.is_well_used(seen):
-            return "NOTHING TO GAIN: THE GPU IS WELL USED"
+            return "NOTHING TO GAIN: GPU WELL USED"
         cause = busy.culprit(seen)
         return "BUSY, NOT FAST" + ("" if cause is None else f": {cause.name.upper()}")
-    return TITLES.get(kind, kind.upper())
+    return TITLES[kind]
 
 
 def next_steps(findings: tuple[Finding, ...], seen: Measurement,

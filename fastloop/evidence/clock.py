@@ -7,7 +7,7 @@ the host's clock by one synchronisation before the window. After it two truths k
 reaches no mark before the host made it, nor after the host has seen it reached. On the CPU both clocks are one.
 
 One event a batch is always recorded, where its work is issued; the phases between only in some steps, drawn by a
-generator of our own, because an event costs microseconds.
+generator of our own, because an event costs microseconds. In the other steps the host's time in hooks is only summed up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ now = time.perf_counter
 IDLE = "host_other"
 FIRST_IN_DETAIL = 8
 """Steps of the window's beginning that are all marked in detail, so that a short window has some."""
-EVERY = {"cuda": 10, "cpu": 4}
+EVERY = {"cuda": 32, "cpu": 8}
 """After those, one step in so many on average."""
 
 
@@ -48,6 +48,12 @@ class _Mark:
     ended: tuple[int, int, bool] | None = None
     """Batches, samples, and whether in detail, of the step that ends here."""
     samples: int | None = None
+    asked: float = 0.0
+    """Of a `got`: when the loop asked for the batch, where that has no mark of its own."""
+    seen_at: float = 0.0
+    """When the host saw that the device had passed it."""
+    hooks_s: float = 0.0
+    """Of a `got`: host time in hooks since the last mark."""
 
 
 class Clock:
@@ -70,13 +76,20 @@ class Clock:
         self.phase = self._base = IDLE
         self.in_body = False
         """The loop has a batch and its work is not issued yet."""
+        self.hooks_s = 0.0
+        """Host time in hooks that have no marks of their own, to be added to by who runs them."""
         self.account = Account()
         self._batches_seen = self._step_batches = self._step_samples = 0
-        self._asked = False
+        self._asked = 0.0
         self._stack: list[str] = []
         self._draw, self._until_detail, self._opened_at = random.Random(0), 0, 0
+        self._waiting: deque[_Mark] = deque()
+        """Marks the device has not been seen to pass."""
         self._marks: deque[_Mark] = deque()
+        """Marks it has passed, of a step whose end is not among them yet."""
         self._issued: _Mark | None = None
+        self._ends = 0
+        """Step ends among the latter; what comes after the last one belongs to a step that may never be whole."""
         self._spare: list[Any] = []
         # What the settled marks say, in seconds on the host's clock.
         self._last = _Mark(0.0, None, IDLE, False, True)
@@ -91,20 +104,28 @@ class Clock:
             if self.closed or not self._warm():
                 return
             self._begin()
-        self._asked = True
+        self._asked = now()
+        if (not self.detailed or self.hooks_s) and self.phase == IDLE and not self.in_body and not self._stack:
+            return  # one mark will do, and hooks without marks are told apart there
         self.enter("epoch_gap" if self._base == "epoch_gap" else "data_wait")
+        self._asked = -1.0
 
     def got(self) -> None:
         """The loop has its batch."""
-        if not self._asked:
+        asked, self._asked = self._asked, 0.0
+        if not asked:
             return
-        self._asked = False
         if self._stack and self._stack[-1] != self._base:  # training_step fetches for itself
             self.leave()
+            self._harvest()
             return
         self._stack.clear()
         self._base, self.in_body = IDLE, True
         self._switch(IDLE, kind="got")
+        if asked > 0:
+            mark = self._waiting[-1]
+            mark.asked, mark.hooks_s = asked, self.hooks_s
+        self.hooks_s = 0.0
         self._harvest()
 
     def enter(self, phase: str) -> None:
@@ -124,7 +145,10 @@ class Clock:
 
     def body(self) -> None:
         """A batch's work begins."""
-        if self.open and not self.in_body:
+        if not self.open:
+            self._stack.clear()
+            self._base = self.phase = IDLE
+        elif not self.in_body:
             self._stack.clear()
             self._base, self.in_body = IDLE, True  # no batch was fetched before it: an epoch's gap ends here
             self._switch(IDLE)
@@ -135,7 +159,7 @@ class Clock:
             self._stack.clear()
             self.in_body = False
             self._switch(IDLE, kind="issued")
-            self._issued = self._marks[-1]
+            self._issued = self._waiting[-1]
 
     def batch_done(self, samples: int | None, step_ends: bool) -> None:
         """The loop is done with a batch, and with an optimizer step if `step_ends`."""
@@ -166,6 +190,7 @@ class Clock:
         """Mark nothing more."""
         self.open, self.closed, self._issued = False, True, None
         self._marks.clear()
+        self._waiting.clear()
 
     def _warm(self) -> bool:
         boundary = self._step_batches == 0
@@ -194,7 +219,7 @@ class Clock:
         always = kind == "issued" or phase in RARE or before in RARE
         event = self._event() if self.on_device and (self.detailed or always) else None
         compute = self.detailed and (phase in COMPUTE or before in COMPUTE)
-        self._marks.append(_Mark(now(), event, phase, self.in_body, self.detailed,
+        self._waiting.append(_Mark(now(), event, phase, self.in_body, self.detailed,
                                  off_cpu_s() if compute else None, kind))  # fmt: skip
 
     def _event(self) -> Any:
@@ -206,21 +231,28 @@ class Clock:
 
     def _harvest(self) -> None:
         """Settle the marks the device has passed, and no others: that would wait for it."""
-        marks = self._marks
-        while marks and (marks[0].event is None or marks[0].event.query()):
-            self._settle(marks.popleft(), now())
+        seen_at = now()
+        while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
+            mark = self._waiting.popleft()
+            mark.seen_at = seen_at
+            self._ends += mark.ended is not None
+            self._marks.append(mark)
+        while self._ends and self._marks:
+            self._settle(self._marks.popleft())
 
-    def _settle(self, mark: _Mark, seen_at: float) -> None:
+    def _settle(self, mark: _Mark) -> None:
+        if mark.asked:
+            self._settle_unmarked(mark)
         before = self._last
         starved = max(0.0, mark.at - self._position)
-        if mark.kind == "got":
+        if mark.kind == "got" and self.account.start is not None:
             self.account.lead(max(0.0, self._position - mark.at))
         if mark.event is None:
             position = max(self._position, mark.at)
         else:
             # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
             reached = self._event_at + self._last_event.elapsed_time(mark.event) / 1e3
-            position = max(self._position, mark.at, min(reached, seen_at))
+            position = max(self._position, mark.at, min(reached, mark.seen_at))
             self._spare.append(self._last_event)
             self._last_event, self._event_at = mark.event, position
         if self.account.start is not None:
@@ -228,8 +260,20 @@ class Clock:
                                  starved=starved, host=mark.at - before.at)  # fmt: skip
             if before.phase in COMPUTE and before.off_cpu is not None and mark.off_cpu is not None:
                 self.account.blocked(mark.off_cpu - before.off_cpu)
-        if mark.kind == "issued":
+        if mark.kind == "issued" and self.account.start is not None:
             self.account.issued(max(0.0, position - mark.at), mark.samples or 0)
         if mark.ended is not None:
+            self._ends -= 1
             self.account.step_ends(position, *mark.ended)
         self._position, self._last = position, mark
+
+    def _settle_unmarked(self, mark: _Mark) -> None:
+        """The stretch before the call for a batch, where hooks had no marks: split as the host's time was."""
+        before, position = self._last, max(self._position, mark.asked)
+        if self.account.start is not None:
+            host, starved = mark.asked - before.at, max(0.0, mark.asked - self._position)
+            share = min(1.0, mark.hooks_s / host) if host > 0 else 0.0
+            for phase, part in (("callbacks_logging", share), (IDLE, 1 - share)):
+                self.account.stretch(phase, False, False, span=part * (position - self._position),
+                                     starved=part * starved, host=part * host)  # fmt: skip
+        self._position, self._last = position, _Mark(mark.asked, None, "data_wait", False, mark.detailed)

@@ -77,27 +77,13 @@ class _Sums:
     host_every: defaultdict[str, float] = field(default_factory=_sums)
     host_detail: defaultdict[str, float] = field(default_factory=_sums)
     body: float = 0.0
-    """All of a step's device work, told apart or not."""
+    """All device work inside the loop's batch work, told apart or not."""
     host_body: float = 0.0
     blocked: float = 0.0
-    leads: list[float] = field(default_factory=list)
-    trails: list[float] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-
-    def take(self, step: _Sums) -> None:
-        """Add a whole step's sums, and empty them."""
-        for mine, theirs in ((self.every, step.every), (self.detail, step.detail), (self.after, step.after),
-                             (self.host_every, step.host_every), (self.host_detail, step.host_detail)):  # fmt: skip
-            for phase, seconds in theirs.items():
-                mine[phase] += seconds
-            theirs.clear()
-        self.blocked, self.body, self.host_body = (
-            self.blocked + step.blocked, self.body + step.body, self.host_body + step.host_body)  # fmt: skip
-        step.blocked = step.body = step.host_body = 0.0
 
 
 class Account:
-    """Takes settled stretches in order; a step counts once it is whole."""
+    """Takes the stretches of whole steps, in order, once the first boundary is known."""
 
     def __init__(self) -> None:
         self.steps = self.detailed = self.after_detailed = self.batches = self.samples = 0
@@ -105,14 +91,14 @@ class Account:
         self.start: float | None = None
         self.boundary = 0.0
         """Device time of the latest step's end."""
-        self._whole, self._step = _Sums(), _Sums()
+        self._sums = _Sums()
         self._told_off_cpu = False
         self._step_s, self._of_step, self._of_batch = Ring("d"), Ring("q"), Ring("q")
         self._leads, self._trails = Ring("d"), Ring("d")
 
     def stretch(self, phase: str, body: bool, detailed: bool, *, span: float, starved: float, host: float) -> None:
         """`span` seconds of the device's time line, `starved` of them because the host was elsewhere."""
-        sums = self._step
+        sums = self._sums
         if phase in RARE:
             sums.every[phase] += span
             sums.host_every[phase] += host
@@ -135,33 +121,27 @@ class Account:
     def blocked(self, seconds: float) -> None:
         """Seconds off the processor; may be negative, for readings lag."""
         self._told_off_cpu = True
-        self._step.blocked += seconds
+        self._sums.blocked += seconds
 
     def lead(self, seconds: float) -> None:
         """Work the device had left when the host got a batch."""
-        self._step.leads.append(seconds)
+        self._leads.add(seconds)
 
     def issued(self, trail: float, samples: int) -> None:
         """A batch's work is issued; the device has `trail` seconds of it left."""
-        self._step.trails.append(trail)
-        self._step.batches.append(samples)
+        self._trails.add(trail)
+        self._of_batch.add(samples)
 
     def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
         """The device has reached the end of a step."""
         if self.start is None:  # the step the window opened in is not a whole one
-            self.start, self._step = at, _Sums()
+            self.start = at
         else:
             self.steps += 1
             self.detailed += detailed
             self.after_detailed += self._was_detailed
             self.batches += batches
             self.samples += samples
-            for ring, values in ((self._leads, self._step.leads), (self._trails, self._step.trails),
-                                 (self._of_batch, self._step.batches)):  # fmt: skip
-                for value in values:
-                    ring.add(value)
-                values.clear()
-            self._whole.take(self._step)
             self._step_s.add(at - self.boundary)
             self._of_step.add(samples)
         self.boundary, self._was_detailed = at, detailed
@@ -173,13 +153,13 @@ class Account:
     @property
     def wait_s(self) -> float:
         """Seconds starved of data so far."""
-        return self._whole.every.get("data_wait", 0.0)
+        return self._sums.every.get("data_wait", 0.0)
 
     def window(self, on_device: bool) -> Window | None:
         """What there is so far; None without a whole step."""
         if not self.steps:
             return None
-        sums = self._whole
+        sums = self._sums
         parts = self._means(sums.every, sums.body, (sums.detail, self.detailed), (sums.after, self.after_detailed))
         host = self._means(sums.host_every, sums.host_body, (sums.host_detail, self.detailed))
         told = sum(sums.host_detail.values())

@@ -59,8 +59,9 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def samples(batch: Any) -> int | None:
     """Samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else None
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch  # nearly all batches, at every step
+    if isinstance(first, torch.Tensor) and first.dim():
+        return int(first.shape[0])
     for tensor in tensors(batch):
         if tensor.dim():
             return int(tensor.shape[0])

@@ -14,6 +14,7 @@ from typing import Any
 from fastloop.measurement import Measurement
 from fastloop.records import Finding, Plan, Verdict
 from fastloop.report import html, markdown
+from fastloop.shipped import is_file
 
 SCHEMA = 1
 
@@ -92,22 +93,30 @@ def write(directory: Path, contents: Mapping[str, str]) -> None:
             partial.replace(directory / name)
         finally:
             partial.unlink(missing_ok=True)  # there only where the disk is full
+    if "report.md" in contents and "report.html" not in contents:
+        (directory / "report.html").unlink(missing_ok=True)  # an earlier fit's, which says something else
+
+
+def report_in(directory: Path) -> Path | None:
+    """The report to look at in a run directory: the page, else the Markdown; None without either."""
+    found = (directory / name for name in ("report.html", "report.md"))
+    return next((path for path in found if is_file(path)), None)
 
 
 def run_files(
     *, config_yaml: str, changed_yaml: str, environment: Mapping[str, Any], plan: Plan, seen: Measurement,
     verdicts: Sequence[Verdict], findings: Sequence[Finding], left_out: str = "", name: str = "",
-    titles: Sequence[str] = (), then: Sequence[str] = (), later: Sequence[str] = (),
+    then: Sequence[str] = (), later: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
     """Names and texts of everything a run directory holds.
 
     Where the page cannot be made (jinja2 is missing, say), there is no report.html, and report.md says why.
 
     Args:
-        name: of the recipe or configuration; this, ``titles``, ``then`` and ``later`` as ``summary.lines`` takes them.
+        name: of the recipe or configuration; this, ``then`` and ``later`` as ``summary.lines`` takes them.
     """
     told: dict[str, Any] = {"changed_yaml": changed_yaml, "environment": environment, "left_out": left_out,
-                            "name": name, "titles": titles, "then": then, "later": later}  # fmt: skip
+                            "name": name, "then": then, "later": later}  # fmt: skip
     page, note = _page(seen, plan, verdicts, findings, told)
     return {
         "config.resolved.yaml": config_yaml, "config.diff.yaml": changed_yaml, "env.json": dump(environment),

@@ -22,7 +22,7 @@ _UNKNOWN = ("TOO SHORT TO JUDGE", "NOT MEASURED")
 
 def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: Sequence[Finding], *,
            changed_yaml: str, environment: Mapping[str, Any], left_out: str = "", name: str = "",
-           titles: Sequence[str] = (), then: Sequence[str] = (), later: Sequence[str] = ()) -> str:  # fmt: skip
+           then: Sequence[str] = (), later: Sequence[str] = ()) -> str:  # fmt: skip
     """The whole report as a page; the words are those of ``summary.lines``.
 
     Raises:
@@ -31,12 +31,12 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
     import jinja2
     from markupsafe import Markup
 
-    pictures, titles = figures.draw(seen), summary.titled(findings, titles)
+    pictures, titles = figures.draw(seen), summary.titled(findings)
     page = {
         **_head(seen, findings, titles, name), "tiles": _tiles(seen), "pictures": pictures,
         "svg": defaultdict(Markup, {key: Markup(picture.markup) for key, picture in pictures.items()}),
         "why_no_pictures": _why_no_pictures(pictures), "parts": tables.parts(seen), "step": tables.step(seen),
-        "findings": [_card(finding, title, seen) for finding, title in zip(findings, titles, strict=False)],
+        "findings": [_card(finding, title, seen) for finding, title in zip(findings, titles, strict=True)],
         "then": then, "later": later,
         "readings": readings.tables(seen), "rungs": tables.rungs(verdicts), "rung_notes": tables.rung_notes(plan),
         "parity": plan.parity, "losses": tables.losses(seen), "state": seen.state, "missing": readings.missing(seen),
@@ -51,7 +51,7 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
 
 def _head(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str], name: str) -> dict[str, Any]:
     """The verdict, its reasons and which run it is about."""
-    told = summary.verdict_title(seen, titles)
+    told = summary.verdict_title(titles)
     tone = "good" if findings and findings[0].bottleneck in _GOOD and "NOT FAST" not in told else "bad"
     return {
         "name": name, "tone": "unknown" if told in _UNKNOWN else tone, "verdict": _sentence(told),

@@ -23,7 +23,7 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
 
     Args:
         note: what the reader should know about the report itself.
-        words: ``name``, ``titles``, ``then`` and ``later`` as ``summary.lines`` takes them.
+        words: ``name``, ``then`` and ``later`` as ``summary.lines`` takes them.
     """
     first = summary.lines(seen, plan, verdicts, findings, **words)
     parts = [_fenced("\n".join(first)), _section(tables.step(seen)), _section(tables.parts(seen)),

@@ -9,21 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastloop.measurement import PARTS, Measurement
 from fastloop.records import Finding, Plan, Verdict
 
-TITLES = {
-    "data_wait": "STARVED BY DATA", "h2d": "WAITING FOR COPIES", "launch_bound": "LAUNCH-BOUND",
-    "host_other": "HELD UP BY THE HOST", "callbacks_logging": "HELD UP BY CALLBACKS, LOGGING",
-    "sync": "STOPPED BY SYNCHRONISATIONS", "comm_exposed": "WAITING FOR GRADIENT EXCHANGE",
-    "straggler": "WAITING FOR A SLOW RANK", "memory_bound": "BUSY, NOT FAST: MEMORY-BOUND",
-    "compute_bound": "BUSY: COMPUTE-BOUND", "fp32_math": "BUSY, NOT FAST: FP32 MATH",
-    "validation": "HELD UP BY VALIDATION", "checkpoint": "HELD UP BY CHECKPOINTS",
-    "epoch_gap": "HELD UP BETWEEN EPOCHS", "none": "NO BOTTLENECK FOUND",
-}  # fmt: skip
-"""The verdict's first words for every bottleneck of the contract."""
 FREE = {
     "data_wait": "data were free", "h2d": "the copies were free", "launch_bound": "launches were free",
     "host_other": "the host's work were free", "callbacks_logging": "callbacks and logging were free",
@@ -55,10 +46,9 @@ def short(value: float | None, unit: str = "") -> str:
     return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}".rstrip()
 
 
-def titled(findings: Sequence[Finding], titles: Sequence[str] = ()) -> list[str]:
-    """A title for each finding: the given ones, then those of the table."""
-    rest = findings[len(titles) :]
-    return [*titles, *(TITLES.get(finding.bottleneck, finding.bottleneck.upper()) for finding in rest)]
+def titled(findings: Sequence[Finding]) -> list[str]:
+    """The headline of each finding; the bottleneck's name where it has none, as in files of older versions."""
+    return [finding.title or finding.bottleneck.replace("_", " ").upper() for finding in findings]
 
 
 def yaml_patch(patch: Mapping[str, Any] | None) -> str:
@@ -78,8 +68,8 @@ def yaml_patch(patch: Mapping[str, Any] | None) -> str:
 
 
 def lines(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: Sequence[Finding],
-          report: str | None = None, name: str = "", titles: Sequence[str] = (), then: Sequence[str] = (),
-          later: Sequence[str] = ()) -> list[str]:  # fmt: skip
+          report: str | Path | None = None, name: str = "", then: Sequence[str] = (), later: Sequence[str] = (),
+          ) -> list[str]:  # fmt: skip
     """At most 12 lines, verdict first. Says nothing about a rung's speed-up: only an A/B can.
 
     Where there are more, those of one kind share a line: a reason is never left out.
@@ -87,11 +77,10 @@ def lines(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: 
     Args:
         report: where the report lies.
         name: of the recipe or configuration.
-        titles: of the findings, in capitals, where somebody knows better ones than ``TITLES``.
         then: what to try after the fixes.
         later: what to try once the device is the limit.
     """
-    titles = titled(findings, titles)
+    titles = titled(findings)
     head = [verdict(seen, titles, name), *_whys(findings, titles)]
     took = [f"{verdict.rung} ({_flat(verdict.why)})" for verdict in verdicts if verdict.took]
     kinds: list[tuple[str, list[str]]] = [
@@ -102,7 +91,7 @@ def lines(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: 
         ("NOTE", [_flat(note) for note in notes(seen)]),
         ("FIX", [_flat(yaml_patch(finding.patch)) for finding in findings if finding.patch]),
         *_next(then, later),
-        ("REPORT", [report] if report else []),
+        ("REPORT", [str(report)] if report else []),
     ]
     _fit(kinds, MOST_LINES - len(head))
     return [*map(_flat, head), *(f"{kind:<8} {line}" if kind else line for kind, said in kinds for line in said)]
@@ -129,13 +118,11 @@ def _flat(text: str) -> str:
 
 def verdict(seen: Measurement, titles: Sequence[str], name: str = "") -> str:
     """The first line: what holds the loop up, of which run, measured over which steps, and what to hold against it."""
-    told = [f"fastloop {verdict_title(seen, titles)}", setting(seen, name), devices(seen), window(seen), *flags(seen)]
+    told = [f"fastloop {verdict_title(titles)}", setting(seen, name), devices(seen), window(seen), *flags(seen)]
     return "   ".join(filter(None, told))
 
 
-def verdict_title(seen: Measurement, titles: Sequence[str]) -> str:
-    if titles and seen.steps == 0:
-        return "TOO SHORT TO JUDGE"
+def verdict_title(titles: Sequence[str]) -> str:
     return titles[0] if titles else "NOT MEASURED"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.profilers import SimpleProfiler
 
 from fastloop.bridge import beats
 from fastloop.bridge.beats import Beats
@@ -45,6 +46,21 @@ def test_not_more_often_than_asked(tmp_path: Path) -> None:
     looks = Looks(path)
     models.trainer(max_steps=8, callbacks=[Beats(path), looks]).fit(models.Regression(), models.loader())
     assert looks.train[-1] == "0 8\n" and path.read_text() == "8 8\n", "the start's in between, the last at the end"
+
+
+def test_only_the_hook_it_needs_is_called_for_a_batch(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    class Notes(SimpleProfiler):
+        def start(self, action_name: str) -> None:
+            called.append(action_name)
+
+        def stop(self, action_name: str) -> None: ...
+
+    trainer = models.trainer(max_steps=2, callbacks=[Beats(tmp_path / "beat")], profiler=Notes())
+    trainer.fit(models.Regression(), models.loader())
+    hooks = {name.rpartition(".")[2] for name in called if "[Callback]Beats" in name}
+    assert "on_train_batch_end" in hooks and not hooks & {"on_before_backward", "on_train_batch_start"}
 
 
 def test_it_takes_the_place_of_the_lines_for_people(tmp_path: Path) -> None:

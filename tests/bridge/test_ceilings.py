@@ -128,6 +128,13 @@ def test_batches_are_kept_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> N
     assert data.read == FEWEST * 8
 
 
+def test_a_slow_loader_is_not_asked_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "LOAD_S", 0.0)
+    data, loader = loaded(size=20, batch_size=4)
+    module, _ = fit(loader, max_steps=10, max_epochs=-1)
+    assert data.read == FEWEST * 4 and len(module.sizes) == 10
+
+
 def test_validation_reads_its_own_data() -> None:
     data, loader = loaded()
     held_out = Counted(16)

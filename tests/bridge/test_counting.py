@@ -32,7 +32,8 @@ def counted(*overrides: str) -> Any:
 @pytest.mark.parametrize(
     "overrides",
     [(), ("recipe.by_hand=true",), ("trainer.accumulate_grad_batches=3",), ("run.devices=2",),
-     ("rungs.amp.enabled=true", "rungs.batch={enabled: true, micro_batch: 2}", "strict=true", "rungs.pin.enabled=true")],
+     ("rungs.amp.enabled=true", "rungs.batch={enabled: true, micro_batch: 2}", "rungs.pin.enabled=true",
+      "strict=true")],
     ids=["plain", "by hand", "accumulating", "two ranks", "rungs that do not apply, strictly"],
 )  # fmt: skip
 def test_the_work_of_a_sample(overrides: tuple[str, ...]) -> None:

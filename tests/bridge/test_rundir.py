@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from fastloop import FastLoop
-from fastloop.measurement import PARTS
+from fastloop import FastLoop, diagnose
+from fastloop.bridge import rundir
+from fastloop.config import from_callback, load
+from fastloop.measurement import PARTS, Measurement
+from fastloop.records import Finding
 from tests.models import Regression, loader, trainer
 
 WORKERS = {"watch": {"warmup_steps": 1}, "rungs": {"workers": {"enabled": True, "count": 1}}}
@@ -56,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                  "commit": (str, type(None))},
 }  # fmt: skip
 """The contract of design.md 2.4: keys that must be there and what they hold."""
-FILES = {*SHAPES, "config.resolved.yaml", "config.diff.yaml", "report.md"}
+FILES = {*SHAPES, "config.resolved.yaml", "config.diff.yaml", "report.md", "report.html"}
 
 
 def breaches(content: Any, shape: Any, path: str = "") -> list[str]:
@@ -114,6 +118,28 @@ def test_losses_that_are_no_numbers_become_null(tmp_path: Path) -> None:
 
     trainer(callbacks=[FastLoop(out=tmp_path, quiet=True)]).fit(Diverges(), loader())
     assert strictly((tmp_path / "measurement.json").read_text())["loss"] == [None] * 8
+
+
+def test_all_reports_use_the_same_words(tmp_path: Path, said: list[str]) -> None:
+    loop = FastLoop(out=tmp_path)
+    fit(loop)
+    assert loop.words == {"name": "Regression", "then": (), "later": ()}
+    assert "   Regression 32-true   1x cpu" in said[0] and said[0] in (tmp_path / "report.md").read_text()
+    assert "Regression 32-true" in (tmp_path / "report.html").read_text()
+
+
+def test_their_name_is_the_recipe_s_where_there_is_one_and_next_steps_follow_the_findings() -> None:
+    config = load("cifar10")
+    waits = Finding(bottleneck="data_wait", share_pct=50.0, why="x", patch={"rungs": {"workers": {"enabled": True}}})
+    seen = Measurement(device="cuda", evidence={"loader": {"kind": "DataLoader", "num_workers": 0, "usable_cpus": 8}})
+    loop: Any = SimpleNamespace(config=config, findings=(waits,), measurement=seen)
+    assert rundir.words(loop, Regression())["name"] == "cifar10"
+    assert (rundir.words(loop, None)["then"], rundir.words(loop, None)["later"]) == diagnose.next_steps((waits,), seen)
+    assert "prefetch" in rundir.words(loop, None)["then"]
+    loop.config = load("cifar10", more=["prefetch"])
+    assert "prefetch" not in rundir.words(loop, None)["then"]
+    loop.config, _ = from_callback("safe")
+    assert rundir.words(loop, Regression())["name"] == "Regression"
 
 
 # -- where they go --------------------------------------------------------------------------------------------------

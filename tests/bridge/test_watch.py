@@ -244,9 +244,9 @@ def test_giving_up_leaves_nothing_running(time: Time, stage: str) -> None:
     watch.ends_at = 20
     run(watch, time, {"warm-up": 2, "window": 8, "extra": 16}[stage])
     probe.fails = extra.fails = True
-    watch.marks.around_body, watch.marks.ranges, watch.marks.around_forward = Ranges(), Ranges(), lambda: lambda: None
+    watch.marks.around_work, watch.marks.ranges, watch.marks.around_forward = Ranges(), Ranges(), lambda: lambda: None
     watch.stop()
-    assert watch.marks.around_body is watch.marks.ranges is watch.marks.around_forward is None
+    assert watch.marks.around_work is watch.marks.ranges is watch.marks.around_forward is None
     begun = [look for look in (probe, extra) if look.log]
     assert begun and all(look.log[-1].startswith("end") for look in begun)
     log = [list(look.log) for look in (probe, extra)]

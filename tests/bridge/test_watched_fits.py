@@ -227,6 +227,12 @@ def test_the_counted_work_is_the_work(module: type[L.LightningModule], settings:
     assert seen.peaks == {} and set(seen.mfu.values()) == {None}, "no peak of a CPU is known"
 
 
+def test_work_is_counted_in_a_step_right_after_an_epochs_end() -> None:
+    assert watched(None, Regression(), batches(1)).flops["per_sample"] == sum(BY_HAND.values())
+    seen = watched(None, Regression(), val=batches(1), val_check_interval=1, num_sanity_val_steps=0)
+    assert seen.flops["per_sample"] == sum(BY_HAND.values())
+
+
 def test_without_warm_up_no_work_is_counted() -> None:
     seen = watched(None, Regression(), config={"watch": {"warmup_steps": 1}})
     assert seen.flops["per_sample"] is None and "too short" in seen.flops["why"] and seen.tflop_per_s is None
@@ -286,6 +292,14 @@ def test_a_trace_is_written_into_the_run_directory(tmp_path: Path) -> None:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"fastloop/forward", "fastloop/backward", "fastloop/optimizer", "fastloop/data_wait"} <= names
     assert loop.measurement.steps == 40 - 2 - 1 - (3 + 1 + 2) - 1, "the traced steps are none of the timed ones"
+
+
+def test_a_trace_over_the_end_of_an_epoch_knows_its_phases(tmp_path: Path) -> None:
+    loop = FastLoop({"watch": {"warmup_steps": 2, "trace_steps": 4}}, out=tmp_path, quiet=True)
+    trainer(max_steps=30, max_epochs=-1, callbacks=[loop]).fit(Sleepy(), batches(2))
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    assert names.count("fastloop/forward") == names.count("fastloop/backward") >= 4
 
 
 @pytest.mark.parametrize("module", [Sleepy, Fetches], ids=["loop fetches", "dataloader_iter"])

@@ -83,7 +83,7 @@ def test_a_rung_that_is_on_is_not_proposed_again(tmp_path: Path) -> None:
 def test_a_file_of_an_older_version_is_enough(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     old = {"schema": 1, "steps": 50, "step_ms": {"mean": 100.0}, "parts_ms": {"data_wait": 80.0}, "unknown_key": 1,
-           "evidence": {"loader": {"num_workers": 0, "map_style": True, "usable_cpus": 4}}, "total_steps": 60}  # fmt: skip
+           "total_steps": 60, "evidence": SEEN.evidence}  # fmt: skip
     (tmp_path / "a" / "measurement.json").write_text(json.dumps(old))
     answer = asked("a")
     assert answer.text.startswith("fastloop STARVED BY DATA") and content(answer)["plan"]["rungs"] == []
@@ -131,7 +131,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, Jo
             kept: dict[str, Any] = {"name": name, "seconds": 1.0, "run_dir": run_dir}
             result = seen if len(jobs) == 1 else results[name]
             if isinstance(result, str):
-                return Trial(ok=False, cause=result, code=2 if result.startswith("fastloop: got") else 1, tail=result, **kept)
+                code = 2 if result.startswith("fastloop: got") else 1
+                return Trial(ok=False, cause=result, code=code, tail=result, **kept)
             if isinstance(result, Measurement):
                 result = files.measurement_json(seen) if len(jobs) == 1 else result  # type: ignore[arg-type]
                 write_run(run_dir, seen)  # type: ignore[arg-type]

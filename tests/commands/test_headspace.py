@@ -52,7 +52,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rates], list[tuple[str
             cause, code = value if isinstance(value, tuple) else (value, 1)
             if isinstance(cause, str):
                 (run_dir / "stderr.txt").write_text(cause)
-                return Trial(name=name, ok=False, cause=cause, seconds=1, run_dir=run_dir, code=code, tail=f"{cause}\nmore")
+                return Trial(name=name, ok=False, cause=cause, seconds=1, run_dir=run_dir, code=code,
+                             tail=f"{cause}\nmore")  # fmt: skip
             seen = {"samples_per_s": value, "window_too_short": False}
             return Trial(name=name, ok=True, cause=None, seconds=1, run_dir=run_dir, code=0, measurement=seen)
 
@@ -77,7 +78,8 @@ def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path
         "FILES    a/headspace.json",
     ]  # fmt: skip
     assert [(name, job.variation) for name, job in jobs] == [
-        ("baseline", "as_it_is"), ("replayed", "replayed"), ("resident", "resident"), ("baseline-again", "as_it_is")]  # fmt: skip
+        ("baseline", "as_it_is"), ("replayed", "replayed"), ("resident", "resident"), ("baseline-again", "as_it_is"),
+    ]  # fmt: skip
     config = jobs[1][1].config()
     assert config.ladder.amp.enabled and config.watch.enabled and config.watch.trace_steps == 0
     found = content(answer)

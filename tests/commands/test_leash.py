@@ -97,7 +97,7 @@ def test_let_go_it_leaves_nothing(own_session: bool, tmp_path: Path) -> None:
 
 
 def test_a_byte_ends_a_command_that_ignores_signals(tmp_path: Path) -> None:
-    ignores = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; open('up', 'w'); time.sleep(60)"
+    ignores = f"import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; open('up', 'w'); {SLEEPS}"
     with leashed(ignores, tmp_path) as (process, hold):
         wait_for((tmp_path / "up").exists)
         os.killpg(process.pid, signal.SIGTERM)

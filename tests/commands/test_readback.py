@@ -16,7 +16,8 @@ FULL = Measurement(
     steps=20, samples_per_s=40.5, parts_ms={**dict.fromkeys(PARTS), "data_wait": 3.5}, lead_ms=None, loss=(1.0, 0.5),
     flops={"per_sample": 16, "at_least": False}, syncs=({"where": "a.py:3", "per_step": 1},), state=("hot",),
     ceilings={"replayed": 80.0, "resident": None}, window_too_short=False, partial=True, precision="32-true",
-    ranks=({"rank": 0, "parts_ms": {"data_wait": 1.0}},), evidence={"loader": {"num_workers": 0}}, kernels=None,
+    ranks=({"rank": 0, "parts_ms": {"data_wait": 1.0}},), evidence={"loader": {"num_workers": 0}},
+    kernels={"busy_ms": 2.0, "families_ms": {"gemm": 1.5}},
 )  # fmt: skip
 
 
@@ -34,7 +35,8 @@ def test_an_older_file_lacks_keys_and_a_newer_one_has_more() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"steps": "many"}, {"steps": None}, {"parts_ms": None}, {"loss": 3}, {"device": 1},
-                                   {"partial": "yes"}, {"evidence": []}, {"steps": True}], ids=str)  # fmt: skip
+                                   {"partial": "yes"}, {"evidence": []}, {"steps": True}, {"samples_per_s": "fast"},
+                                   {"kernels": 3}, {"lead_ms": True}], ids=str)  # fmt: skip
 def test_what_is_of_another_kind_counts_as_not_measured(wrong: dict[str, object]) -> None:
     assert measurement_from(wrong) == Measurement()
 

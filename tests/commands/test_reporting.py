@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.commands.reporting import report
+from fastloop.commands.reporting import report, to_open
 from fastloop.errors import ConfigError
 
 
@@ -39,6 +39,16 @@ def test_text_and_object(here: Path) -> None:
 def test_the_path_that_a_run_ends_with(here: Path) -> None:
     a_run(here / "run")
     assert report("run/report.md") == report("run") == report("run/")
+    assert to_open("run") == "run/report.md"
+    (here / "run" / "report.html").write_text("<p>report")
+    assert report("run/report.html") == report("run") and to_open("run") == "run/report.html"
+
+
+def test_a_page_alone_is_no_run(here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "report.html").write_text("<p>report")
+    with pytest.raises(ConfigError, match=r"it holds no report\.md"):
+        report("run/report.html")
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[1]", "\udc80"])

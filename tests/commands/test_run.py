@@ -21,7 +21,7 @@ from fastloop.report.files import NAMES
 from tests.commands.command_line import CONTROL, NET, CommandLine, alive, family, program, run, strictly, wait_for
 
 FILES = {"config.resolved.yaml", "config.diff.yaml", "env.json", "plan.json", "measurement.json", "verdicts.json",
-         "findings.json", "report.md"}  # fmt: skip
+         "findings.json", "report.md", "report.html"}  # fmt: skip
 PARTIAL = "; the steps before that are in a/report.md, flagged as partial"
 
 
@@ -56,8 +56,8 @@ def test_a_run_writes_its_directory_and_says_where(fastloop: CommandLine) -> Non
     assert where.parent.name == "net" and re.fullmatch(r"\d{8}T\d{6}Z", where.name)
     assert names(where) == FILES <= set(NAMES)
     lines = said.out.splitlines()
-    assert re.match(r"fastloop [A-Z ]+   1x cpu   steps 2\d-25   window too short: \d steps", lines[0])
-    assert lines[-1] == f"REPORT   {where.relative_to(fastloop.folder)}/report.md"
+    assert re.match(r"fastloop [A-Z ,:-]+   net 4 32-true   1x cpu   steps 2\d-25   window too short: \d steps", lines[0])
+    assert lines[-1] == f"REPORT   {where.relative_to(fastloop.folder)}/report.html"
     assert read(where, "measurement.json")["partial"] is False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -70,12 +71,13 @@ def test_a_training_that_hangs_says_where(tmp_path: Path) -> None:
 
 
 def test_what_the_child_says_of_its_configuration_is_the_cause(tmp_path: Path) -> None:
-    found = run_trial("arm", net("recipe.size=huge"), tmp_path)
+    where = tmp_path / "a"
+    found = run_trial("arm", net("recipe.size=huge"), where)
     assert (found.ok, found.code, found.measurement) == (False, 2, None)
     assert found.cause is not None and found.cause.startswith("recipe.size (command line): recipe has no key size")
     assert "\n" not in found.cause and "fastloop: got recipe.size" in found.tail
-    forget(tmp_path)
-    assert not tmp_path.exists()
+    forget(where)
+    assert not where.exists()
 
 
 def test_an_end_without_a_result_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_an_end_without_a_result_is_no_success(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_wrong_configuration_starts_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run.nonsense"):
+    with pytest.raises(ConfigError, match=r"run\.nonsense"):
         run_trial("arm", net("run.nonsense=1"), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
@@ -102,9 +104,9 @@ def test_where_a_trial_cannot_be_trusted_it_is_refused(
 
 
 def test_a_child_is_no_part_of_another_run() -> None:
-    given = {"FASTLOOP_RECIPES": "x", "FASTLOOP_DISABLE": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "PL_GLOBAL_SEED": "1",
-             "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "HOME": "/h", "CUDA_VISIBLE_DEVICES": "1", "SLURM_JOB_ID": "3",
-             "PYTHONPATH": "/elsewhere"}  # fmt: skip
+    given = {"FASTLOOP_RECIPES": "x", "FASTLOOP_DISABLE": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1",
+             "PL_GLOBAL_SEED": "1", "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "HOME": "/h", "CUDA_VISIBLE_DEVICES": "1",
+             "SLURM_JOB_ID": "3", "PYTHONPATH": "/elsewhere"}  # fmt: skip
     child = environment(given)
     assert set(child) == {"HOME", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "PYTHONPATH", "PYTHONSAFEPATH"}
     assert str(Path(trial.__file__).parents[2]) in child["PYTHONPATH"].split(os.pathsep)
@@ -123,3 +125,23 @@ def test_rates_are_those_of_whole_runs() -> None:
     kept = {"name": "a", "seconds": 1.0, "run_dir": Path("x"), "code": 0, "measurement": {"samples_per_s": 5}}
     assert Trial(ok=True, cause=None, **kept).samples_per_s == 5.0  # type: ignore[arg-type]
     assert Trial(ok=False, cause="hung", **kept).samples_per_s is None  # type: ignore[arg-type]
+
+
+@pytest.mark.multirank
+def test_two_ranks_read_one_request_and_part(tmp_path: Path) -> None:
+    found = run_trial("arm", net("run.devices=2", "run.max_steps=30", variation="no_exchange"), tmp_path)
+    assert found.ok and found.measurement is not None, found.tail
+    assert found.measurement["world_size"] == 2 and found.measurement["total_steps"] == 30
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_rank_that_hangs_ends_them_all(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    job = net("run.devices=2", "recipe.at=7", "recipe.does=hang", "recipe.rank=1", "run.max_steps=25")
+    found = run_trial("arm", job, tmp_path, limits=Limits(silent_s=20, grace_s=5))
+    assert not found.ok and found.cause is not None and time.monotonic() - begun < 120
+    assert found.cause.startswith("hung: no step and no output for 20 s at step")
+    assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "rank 1 says where it stands"
+    assert not psutil.Process().children(recursive=True)

@@ -31,7 +31,7 @@ def test_bandwidth_is_held_against_what_a_copy_reaches() -> None:
 
 @pytest.mark.parametrize(("families", "name"), [
     ({"optimizer": 15.0}, "optimizer"), ({"optimizer": 14.0}, None), ({"attention": 30.0}, "attention"),
-    ({"attention": 29.0}, None), ({"elementwise": 16.0, "normalisation": 15.0}, "elementwise work"),
+    ({"attention": 29.0}, None), ({"elementwise": 16.0, "normalisation": 15.0}, "elementwise"),
     ({"elementwise": 29.0}, None), ({"optimizer": 20.0, "attention": 40.0}, "attention"),
 ])  # fmt: skip
 def test_a_family_is_the_culprit_from_its_share_on(families: dict[str, Any], name: str | None) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from fastloop.diagnose import findings, next_steps, title
+from fastloop.diagnose import findings, next_steps
+from fastloop.diagnose.headline import TITLES
+from fastloop.diagnose.rules import RULES
 from fastloop.measurement import Measurement
 from tests.diagnose.scenes import (
     cifar10_launches,
@@ -29,25 +31,36 @@ WORLD = dataclasses.replace(on_cpu(world_size=2), ranks=RANKS)
 
 @pytest.mark.parametrize(("seen", "words"), [
     (resnet50_naive(), "STARVED BY DATA"), (gpt2_naive(), "BUSY, NOT FAST: FP32 MATH"),
-    (cifar10_launches(), "BOUND BY LAUNCHES"), (gpt2_tuned(), "NOTHING TO GAIN: THE GPU IS WELL USED"),
+    (cifar10_launches(), "LAUNCH-BOUND"), (gpt2_tuned(), "NOTHING TO GAIN: GPU WELL USED"),
     (on_cpu(), "NOTHING TO GAIN"), (Measurement(), "TOO SHORT TO JUDGE"),
     (scene(20.0, trail=18.0), "NO BOTTLENECK FOUND"), (on_cpu(unexplained=10.0), "NO BOTTLENECK FOUND"),
-    (on_cpu(callbacks_logging=20.0), "HELD UP BY CALLBACKS AND LOGGING"),
-    (on_cpu(syncs=(LINE,)), "SYNCHRONISES, WHICH IS FREE ON THE CPU"),
+    (on_cpu(callbacks_logging=20.0), "HELD UP BY CALLBACKS, LOGGING"),
+    (on_cpu(syncs=(LINE,)), "SYNCHRONISES: FREE ON THE CPU"),
     (cifar10_launches(syncs=(LINE,)), "STOPPED BY SYNCHRONISATIONS"),
     (scene(0.4, device="cpu", host_other=0.2), "A STEP TOO SMALL FOR ITS LOOP"), (WORLD, "WAITING FOR RANK 1"),
     (resnet50_resident(), "BUSY, NOT FAST: MEMORY-BOUND"), (SLOW, "BUSY, NOT FAST"),
     (with_trace(SLOW, 100.0, {}, {"attention": 50.0}), "BUSY, NOT FAST: ATTENTION"),
     (with_trace(SLOW, 100.0, {}, {"optimizer": 50.0}), "BUSY, NOT FAST: OPTIMIZER"),
+    (with_trace(SLOW, 100.0, {}, {"elementwise": 50.0}), "BUSY, NOT FAST: ELEMENTWISE"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_the_headline(seen: Measurement, words: str) -> None:
-    assert title(findings(seen)[0], seen) == words
+    assert findings(seen)[0].title == words and len(f"fastloop {words}") <= 40
+
+
+def test_every_bottleneck_has_a_headline_for_forty_columns() -> None:
+    assert set(TITLES) == {rule.__name__ for rule in RULES}
+    assert [title for title in TITLES.values() if len(f"fastloop {title}") > 40 or not title.isupper()] == []
+
+
+def test_each_finding_has_its_own() -> None:
+    titles = [finding.title for finding in findings(on_cpu(step=60.0, data_wait=12.0, checkpoint=9.0))]
+    assert titles == ["STARVED BY DATA", "HELD UP BY CHECKPOINTS"]
 
 
 def test_memory_without_a_rung_left_is_not_called_slow() -> None:
     seen = resnet50_resident()
     (finding,) = findings(seen, ("amp", "layout", "compile"))
-    assert title(finding, seen) == "BUSY: MEMORY-BOUND"
+    assert finding.title == "BUSY: MEMORY-BOUND"
 
 
 @pytest.mark.parametrize(("seen", "enabled", "then", "later"), [

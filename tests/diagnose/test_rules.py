@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastloop.config import from_callback
-from fastloop.diagnose import findings, next_steps, title
+from fastloop.diagnose import findings, next_steps
 from fastloop.diagnose.rules import RULES
 from fastloop.ladder import Ladder
 from fastloop.measurement import FAMILIES, PARTS, Measurement
@@ -102,32 +102,7 @@ def test_two_faults_on_a_gpu() -> None:
     assert [finding.bottleneck for finding in found] == ["fp32_math", "h2d", "validation"]
 
 
-# -- nothing to name --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("step", "parts"), [(None, {"data_wait": 1.0}), (0.0, {"data_wait": 0.0}), (100.0, {}),
-                                             (100.0, {"data_wait": None}), (None, {})])  # fmt: skip
-def test_too_short(step: float | None, parts: dict[str, Any]) -> None:
-    seen = Measurement(step_ms={"mean": step}, parts_ms=parts, total_steps=12, warmup_steps=20)
-    why = "too short to judge: 12 steps ran and the first 20 are warm-up; train longer or lower watch.warmup_steps"
-    assert findings(seen) == (Finding(bottleneck="none", share_pct=None, why=why),)
-
-
-def test_what_was_not_measured_is_said() -> None:
-    (finding,) = findings(Measurement(step_ms={"mean": 100.0}, parts_ms={"data_wait": 1.0}))
-    assert finding.why.startswith("no bottleneck among what was measured") and "not split further" in finding.why
-    (finding,) = findings(on_cpu(unexplained=1.9))
-    assert "unexplained" not in finding.why and finding.why.startswith("nothing to gain")
-    (finding,) = findings(on_cpu(unexplained=10.0))
-    assert "25.0 % of the step is unexplained" in finding.why
-
-
-def test_a_share_that_is_small_in_milliseconds_is_called_so() -> None:
-    (finding,) = findings(scene(2.0, device="cpu", data_wait=0.2))
-    assert finding.bottleneck == "none"
-    assert "10.0 % of the step, less than the 0.25 ms that any loop pays" in finding.why
-    for other in (on_cpu(), scene(4.9, device="cpu", host_other=0.7)):
-        assert "any loop pays" not in findings(other)[0].why
+# -- beside them ------------------------------------------------------------------------------------------------------
 
 
 def test_the_state_of_the_machine_stands_by_the_first_finding() -> None:
@@ -190,7 +165,7 @@ def test_it_never_raises_and_keeps_its_word(seed: int) -> None:
         assert shares == sorted(shares, reverse=True)
         for finding in found:
             check(finding, enabled)
-            assert title(finding, seen).isupper()
+            assert finding.title.isupper()
         then, later = next_steps(found, seen, enabled)
         assert not {*then, *later} & set(enabled) and not set(then) & set(later)
         first = next((finding.patch for finding in found if finding.patch), None)

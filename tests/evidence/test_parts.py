@@ -199,7 +199,7 @@ def test_an_event_a_batch_and_the_phases_only_now_and_then(monkeypatch: pytest.M
         kinds.append(recorded[0] - before)
     assert min(kinds[20:]) == 1 and min(set(kinds[20:]) - {1}) >= 9, "either the one event, or those of all phases"
     share = sum(kind > 1 for kind in kinds[20:]) / len(kinds[20:])
-    assert 0.07 < share < 0.14
+    assert 0.02 < share < 0.05
     places = [number for number, kind in enumerate(kinds) if kind > 1][12:]
     gaps = [later - place for place, later in zip(places, places[1:], strict=False)]
     assert len(set(gaps)) > 5, "drawn, so that nothing periodic in a training is always or never seen"
@@ -225,7 +225,7 @@ def test_two_clocks_that_do_not_agree(monkeypatch: pytest.MonkeyPatch, rate: flo
         step(machine, clock, loader=60)
     window = clock.close()
     assert window is not None
-    assert 1e3 * window.parts_s["data_wait"] == pytest.approx(27.0, abs=1.2)
+    assert 1e3 * window.parts_s["data_wait"] == pytest.approx(28.0, abs=0.6)
     assert window.lead_s == pytest.approx(0.0, abs=2e-3)
 
 
@@ -246,3 +246,31 @@ def test_no_window_without_a_whole_step_and_no_parts_without_detail() -> None:
     account.step_ends(2.0, 1, 8, False)
     window = account.window(on_device=True)
     assert window is not None and window.parts_s == {"data_wait": 0.2} and window.blocked_s is None
+
+
+@pytest.mark.parametrize("where", [CPU, CUDA])
+def test_hooks_without_marks_are_told_from_the_loop_by_the_hosts_time(monkeypatch: pytest.MonkeyPatch,
+                                                                      where: torch.device) -> None:  # fmt: skip
+    """Every fifth step a hook takes 40 ms; steps in detail come at random, so some of these are and some are not."""
+    machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=0)
+    for number in range(1001):
+        clock.ask()
+        machine.host += 2
+        clock.got()
+        machine.launch(5, 0)
+        clock.issued()
+        hook_ms = 40 if number % 5 == 0 else 0
+        if clock.detailed:
+            clock.enter("callbacks_logging")
+            machine.host += hook_ms
+            clock.leave()
+        else:
+            machine.host += hook_ms
+            clock.hooks_s += hook_ms / 1e3
+        machine.host += 1
+        clock.batch_done(8, step_ends=True)
+    window = clock.close()
+    assert window is not None and window.steps == 1000
+    found = {phase: 1e3 * seconds for phase, seconds in window.parts_s.items()}
+    assert found["callbacks_logging"] == pytest.approx(8.0, rel=0.01)
+    assert found["data_wait"] == pytest.approx(2.0, rel=0.01)

@@ -75,7 +75,8 @@ def resnet50() -> Run:
         global_batch=256, micro_batch=64, device="cuda", device_name="NVIDIA H200", precision="32-true",
         evidence={"loader": {"num_workers": 0, "usable_cpus": 16, "queued_batches": 0}},
     )  # fmt: skip
-    finding = Finding(bottleneck="data_wait", share_pct=85.9, ceiling_gain_pct=732.4, ceiling_is_estimate=False,
+    finding = Finding(bottleneck="data_wait", title="STARVED BY DATA", share_pct=85.9, ceiling_gain_pct=732.4,
+                      ceiling_is_estimate=False,
                       why="the GPU had nothing to do for 86 % of each step: Python was decoding JPEGs",
                       patch={"rungs": {"workers": {"enabled": True}}})  # fmt: skip
     return Run(seen, (finding,), name="resnet50")
@@ -108,9 +109,10 @@ def gpt2() -> Run:
                 "why": "SM clock 1,980 to 1,760 MHz"},),
     )  # fmt: skip
     why = "tensor cores 0 % active; 36 TFLOP/s is 54 % of fp32's 67 and 3.7 % of bf16's 989; not workers, not pin"
-    findings = (Finding(bottleneck="fp32_math", share_pct=97.0, why=why,
+    findings = (Finding(bottleneck="fp32_math", title="BUSY, NOT FAST: FP32 MATH", share_pct=97.0, why=why,
                         patch={"rungs": {"amp": {"enabled": True, "mode": "bf16-mixed"}}}),
-                Finding(bottleneck="memory_bound", share_pct=11.0, why="elementwise kernels move 3.9 TB/s"))
+                Finding(bottleneck="memory_bound", title="BUSY, NOT FAST: MEMORY-BOUND", share_pct=11.0,
+                        why="elementwise kernels move 3.9 TB/s"))  # fmt: skip
     return Run(seen, findings, name="gpt2")
 
 
@@ -131,7 +133,8 @@ def tuned() -> Run:
                 Verdict(rung="compile", took=False, why="0 graphs compiled", parity_class="approximate"))  # fmt: skip
     steps = tuple(Step(rung=rung, status="planned", change=Change(parity="approximate", notes=("mind the step",)))
                   for rung in rungs)  # fmt: skip
-    finding = Finding(bottleneck="none", share_pct=None, why="nothing to gain from any rung: the device is busy")
+    finding = Finding(bottleneck="none", title="NOTHING TO GAIN", share_pct=None,
+                      why="nothing to gain from any rung: the device is busy")  # fmt: skip
     return Run(seen, (finding,), verdicts, Plan(steps=steps), "gpt2")
 
 
@@ -146,9 +149,10 @@ def straggler() -> Run:
         ranks=({"rank": 0, "host": "node-a", "step_ms": 115.0, "parts_ms": quick, "host_ms": quick},
                {"rank": 1, "host": "node-b", "step_ms": 115.1, "parts_ms": slow, "host_ms": slow}),
     )  # fmt: skip
-    findings = (Finding(bottleneck="straggler", share_pct=45.2, why="rank 1 on node-b comes 51.0 ms after rank 0",
-                        ceiling_gain_pct=79.7),
-                Finding(bottleneck="data_wait", share_pct=30.0, why="its loader has 0 workers", ceiling_gain_pct=43.0,
+    findings = (Finding(bottleneck="straggler", title="WAITING FOR RANK 1", share_pct=45.2, ceiling_gain_pct=79.7,
+                        why="rank 1 on node-b comes 51.0 ms after rank 0"),
+                Finding(bottleneck="data_wait", title="STARVED BY DATA", share_pct=30.0, ceiling_gain_pct=43.0,
+                        why="its loader has 0 workers",
                         patch={"rungs": {"workers": {"enabled": True, "count": 8}}}))  # fmt: skip
     return Run(seen, findings, name="resnet50")
 
@@ -161,7 +165,7 @@ def cpu() -> Run:
         loss=falling(60, 2.3, 1.9), evidence={"loader": {"num_workers": 0, "usable_cpus": 2}}, micro_batch=32,
         global_batch=32, precision="32-true",
     )  # fmt: skip
-    finding = Finding(bottleneck="data_wait", share_pct=23.7, ceiling_gain_pct=31.0,
+    finding = Finding(bottleneck="data_wait", title="STARVED BY DATA", share_pct=23.7, ceiling_gain_pct=31.0,
                       why="the device had nothing to do for 52.8 of 223.0 ms a step: the next batch was not there",
                       patch={"rungs": {"workers": {"enabled": True}}})  # fmt: skip
     return Run(seen, (finding,), name="cifar10")
@@ -195,8 +199,8 @@ def hostile() -> Run:
                {"rank": HOSTILE, "host": long, "step_ms": 2.0, "parts_ms": parts(forward=nan, backward=1.0)}, {}),
         evidence={"loader": {}},
     )  # fmt: skip
-    finding = Finding(bottleneck=HOSTILE, share_pct=nan, why=long, patch={"rungs": {HOSTILE: {"enabled": HOSTILE}}},
-                      ceiling_gain_pct=float("inf"))  # fmt: skip
+    finding = Finding(bottleneck=HOSTILE, title=HOSTILE, share_pct=nan, why=long, ceiling_gain_pct=float("inf"),
+                      patch={"rungs": {HOSTILE: {"enabled": HOSTILE}}})  # fmt: skip
     verdict = Verdict(rung=HOSTILE, took=None, why=long)
     step = Step(rung=HOSTILE, status="planned", change=Change(notes=(HOSTILE,)))
     return Run(seen, (finding,), (verdict,), Plan(steps=(step,)), HOSTILE)

@@ -112,17 +112,30 @@ def test_clearing_takes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_the_report_to_look_at(tmp_path: Path) -> None:
+    assert files.report_in(tmp_path) is None
+    files.write(tmp_path, {"report.md": "x"})
+    assert files.report_in(tmp_path) == tmp_path / "report.md"
+    files.write(tmp_path, {"report.md": "x", "report.html": "y"})
+    assert files.report_in(tmp_path) == tmp_path / "report.html"
+    files.write(tmp_path, {"headspace.json": "{}"})
+    assert (tmp_path / "report.html").is_file()
+    files.write(tmp_path, {"report.md": "a later fit without a page"})
+    assert files.report_in(tmp_path) == tmp_path / "report.md", "the page of an earlier fit says something else"
+
+
 def made(**more: Any) -> dict[str, str]:
     return files.run_files(config_yaml="", changed_yaml="a: 1\n", environment={"schema": 1}, plan=PLAN, seen=SEEN,
                            verdicts=(), findings=(WAITS,), **more)  # fmt: skip
 
 
 def test_a_run_s_files() -> None:
-    contents = made(name="my net", titles=("A TITLE",), then=("pin",), later=("amp",))
+    contents = made(name="my net", then=("pin",), later=("amp",))
     assert list(contents) == [name for name in files.NAMES if name in contents] and len(contents) == 9
     for name in ("report.md", "report.html"):
         assert "my net" in contents[name] and "a: 1" in contents[name] and "pin" in contents[name]
-    assert "A TITLE" in contents["report.md"] and "A title" in contents["report.html"]
+    assert "STARVED BY DATA" in contents["report.md"] and "Starved by data" in contents["report.html"]
+    assert strictly(contents["findings.json"])["findings"][0]["title"] == "STARVED BY DATA"
     assert "There is no report.html" not in contents["report.md"]
 
 

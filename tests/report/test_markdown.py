@@ -166,7 +166,7 @@ def test_details_stand_below_the_findings() -> None:
 
 
 def test_next_steps_and_titles_are_said() -> None:
-    text = made(then=("pin",), later=("amp",), titles=("A TITLE",), name="net")
+    text = made(then=("pin",), later=("amp",), findings=[dataclasses.replace(WAITS, title="A TITLE")], name="net")
     assert "fastloop A TITLE   net" in text and "THEN     pin     LATER  amp" in text
 
 

@@ -1,0 +1,92 @@
+"""What a command line needs around its commands: suggestions, signals, files, and errors in one voice. Prints nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from fastloop.errors import ConfigError
+
+
+class Commands(click.Group):
+    """A group that suggests the command a typing error meant."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], self.commands, n=1)
+            do = f"write {close[0]}" if close else "run fastloop --help"
+            raise ConfigError(got=f"command {args[0]!r}", why=f"the commands are {', '.join(self.commands)}", do=do)
+        return super().resolve_command(ctx, args)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send whatever this process and its children print to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a training whether its result can be written after it."""
+    there = path.exists()
+    write(path, "", mode="a")
+    if not there:
+        path.unlink()
+
+
+def write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode, encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(got=f"--json {path}", why=f"it cannot be written: {error.strerror or error}",
+                          do="write a file in a directory of yours, or - for stdout") from None  # fmt: skip
+
+
+def hear_signals() -> list[int]:
+    """Let SIGTERM end the program as Ctrl-C does, its directories given back; gives the signals as they come.
+
+    A training hears SIGTERM in its own way, see ``bridge/ending.py``. What is ignored, as after nohup, stays so.
+    """
+    heard: list[int] = []
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        heard.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) == default:
+            signal.signal(number, stop)
+    return heard
+
+
+def usage(error: click.ClickException) -> ConfigError:
+    """Click's complaints in the words of all others."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "fastloop"
+    why, do = error.format_message(), f"see {command} --help"
+    if isinstance(error, click.NoSuchOption):
+        name, near = error.option_name, error.possibilities or ()
+        why = f"{command} has no option {name}"
+        if "." in name:
+            do = f"write {name.lstrip('-')}=…, without dashes"
+        elif near:
+            do = f"write {' or '.join(sorted(near))}"
+    elif isinstance(error, click.MissingParameter) and error.param is not None:
+        why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
+    return ConfigError(got=command, why=why, do=do)

@@ -1,0 +1,189 @@
+"""What is put together for a fit: the steps it will make, live figures, the summary for the loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fastloop import FastLoop
+from fastloop.bridge.eyes import Eyes, planned_steps, summary
+from fastloop.config import WatchSettings
+from fastloop.evidence.clock import Clock
+from fastloop.measurement import GPU_READINGS, Measurement
+from tests.bridge.made_up import CPU, Time, run, settings
+from tests.models import WEIGHTS_ONLY, Regression, loader, trainer
+
+pytestmark = pytest.mark.short
+
+# -- how long a fit will be -------------------------------------------------------------------------------------------
+
+
+class Plans(L.Callback):
+    """What was planned when training started, and what came of it."""
+
+    planned: int | None = -1
+    steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.planned, self.begun = planned_steps(trainer), trainer.global_step
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.steps = trainer.global_step - self.begun
+
+
+def planned(ckpt: Path | None = None, data: Any = None, **settings: Any) -> Plans:
+    plans = Plans()
+    made = trainer(callbacks=[plans, *settings.pop("callbacks", ())], **settings)
+    resume = {} if ckpt is None else {"ckpt_path": ckpt, **({"weights_only": False} if WEIGHTS_ONLY else {})}
+    made.fit(Regression(), loader() if data is None else data, **resume)
+    return plans
+
+
+@pytest.mark.parametrize(("settings", "steps"), [
+    ({"max_steps": 11}, 8), ({"max_steps": 11, "max_epochs": -1}, 11), ({"max_epochs": 3}, 24),
+    ({"max_epochs": 3, "max_steps": 10}, 10), ({"max_epochs": 3, "limit_train_batches": 5}, 15),
+    ({"max_epochs": 3, "limit_train_batches": 0.5}, 12), ({"max_epochs": 2, "accumulate_grad_batches": 3}, 6),
+    ({"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 3}, 5), ({"max_epochs": 2, "overfit_batches": 1}, 2),
+], ids=str)  # fmt: skip
+def test_the_steps_that_are_planned_are_the_steps_that_are_made(settings: dict[str, Any], steps: int) -> None:
+    plans = planned(**settings)
+    assert plans.planned == steps == plans.steps
+
+
+@pytest.mark.parametrize(("save", "settings"), [
+    ({"every_n_epochs": 1}, {"max_epochs": 4}), ({"every_n_train_steps": 8}, {"max_epochs": 4}),
+    ({"every_n_train_steps": 8}, {"max_steps": 21, "max_epochs": -1}),
+    ({"every_n_train_steps": 5}, {"max_steps": 21, "max_epochs": -1}), ({"every_n_train_steps": 5}, {"max_epochs": 4}),
+], ids=str)  # fmt: skip
+def test_a_resumed_fit_makes_the_rest(save: dict[str, int], settings: dict[str, int], tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **save)
+    planned(max_epochs=1, callbacks=[saves], enable_checkpointing=True)
+    plans = planned(sorted(tmp_path.iterdir())[0], **settings)
+    assert plans.planned == plans.steps > 0
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.zeros(8), torch.zeros(1))] * 32)
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"max_epochs": 1}, None), ({"max_steps": 3, "max_epochs": -1}, 3),
+    ({"max_epochs": 1, "limit_train_batches": 2}, 2),
+])  # fmt: skip
+def test_a_loader_of_unknown_length(settings: dict[str, Any], expected: int | None) -> None:
+    data = torch.utils.data.DataLoader(Endless(), batch_size=8)
+    assert planned(data=data, **settings).planned == expected
+
+
+# -- live figures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
+
+
+@pytest.fixture
+def eyes() -> Eyes:
+    made = trainer()
+    return Eyes(made, settings(), warn=pytest.fail)
+
+
+def test_figures_are_of_the_steps_since_the_last_ones(eyes: Eyes, time: Time) -> None:
+    assert eyes.figures() == {}
+    run(eyes.watch, time, 5)
+    assert eyes.figures() == pytest.approx({"step_ms": 40.0, "samples_per_s": 100.0, "data_wait_pct": 25.0})
+    assert eyes.figures() == {}, "no step has ended since"
+    run(eyes.watch, time, 5, wait_s=0.05)
+    found = eyes.figures()
+    # The clock knows a step once the loop has its next batch.
+    assert found["step_ms"] == pytest.approx((40 + 4 * 80) / 5)
+    assert found["data_wait_pct"] == pytest.approx(100 * (10 + 4 * 50) / (40 + 4 * 80))
+
+
+def test_figures_are_all_ranks_together(eyes: Eyes, time: Time) -> None:
+    eyes._ranks = SimpleNamespace(world_size=4)  # type: ignore[assignment]
+    run(eyes.watch, time, 5)
+    assert eyes.figures()["samples_per_s"] == pytest.approx(400.0)
+
+
+def test_batches_of_unknown_size_have_no_rate(eyes: Eyes, time: Time) -> None:
+    run(eyes.watch, time, 5, batch="text")
+    found = eyes.figures()
+    assert found["samples_per_s"] is None and found["step_ms"] == pytest.approx(40.0)
+
+
+def test_a_later_look_has_figures_of_its_own(eyes: Eyes, time: Time) -> None:
+    run(eyes.watch, time, 20)
+    eyes.figures()
+    eyes.watch.close()
+    eyes._switch(Clock(CPU, warmup_steps=0))
+    run(eyes.watch, time, 5, compute_s=0.07)
+    assert eyes.figures() == {}, "of another clock than the one that was told"
+    run(eyes.watch, time, 5, compute_s=0.07)
+    assert eyes.figures()["step_ms"] == pytest.approx(80.0)
+
+
+def test_the_summary_is_of_numbers_that_are_known() -> None:
+    gpu = {**dict.fromkeys(GPU_READINGS), "watts": 612.0, "tensor_active_pct": 7.5, "sm_clock_mhz": 1980.0,
+           "throttle": ["power"]}  # fmt: skip
+    found = summary(Measurement(step_ms={"mean": 40.0}, parts_ms={"data_wait": 10.0}, samples_per_s=100.0, gpu=gpu,
+                                tflop_per_s=36.1, mfu={"datasheet": 0.0365}, peak_gib=3.0))  # fmt: skip
+    assert found["data_wait_pct"] == 25.0 and found["step_ms"] == 40.0 and found["mfu"] == 0.0365
+    assert found["tensor_active_pct"] == 7.5 and found["watts"] == 612.0 and found["nvml_busy_pct"] is None
+    assert not {"sm_clock_mhz", "throttle"} & found.keys()
+    assert set(summary(Measurement()).values()) == {None}
+
+
+# -- setting up and giving up -----------------------------------------------------------------------------------------
+
+
+def test_attaching_can_be_undone_and_leaves_another_profiler_alone() -> None:
+    made = trainer()
+    before = made.profiler
+    eyes = Eyes(made, WatchSettings(), warn=pytest.fail)
+    undo = eyes.attach(made, lambda: None, lambda: None)
+    assert made.profiler is not before and isinstance(made.profiler, type(before))
+    undo()
+    undo()
+    assert made.profiler is before
+    other = eyes.attach(made, lambda: None, lambda: None)
+    made.profiler = theirs = type(before)()
+    other()
+    assert made.profiler is theirs
+
+
+@pytest.mark.parametrize("hunt", [False, True])
+@pytest.mark.parametrize("trace_steps", [0, 3])
+def test_extras_are_those_asked_for(hunt: bool, trace_steps: int) -> None:
+    eyes = Eyes(trainer(), WatchSettings(trace_steps=trace_steps), warn=pytest.fail, hunt_syncs=hunt)
+    names = [type(extra).__name__ for extra in eyes.watch._extras]
+    assert names == ["HuntSyncs"] * hunt + ["Trace"] * bool(trace_steps)
+    assert (eyes.trace is None) == (trace_steps == 0) and eyes.watch.board is None, "no GPU, no board"
+
+
+class Breaks(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 12:
+            raise KeyError("user's own")
+
+
+@pytest.mark.parametrize(("ends", "partial"), [((), False), ((Breaks,), True)], ids=["well", "badly"])
+def test_a_fit_that_raises_is_measured_as_far_as_it_went(ends: tuple[type[L.Callback], ...], partial: bool) -> None:
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    made = trainer(max_epochs=2, callbacks=[loop, *(kind() for kind in ends)])
+    before = made.profiler
+    try:
+        made.fit(Regression(), loader())
+    except KeyError:
+        assert partial
+    assert loop.measurement is not None and loop.measurement.partial is partial
+    assert loop.measurement.steps == (9 if partial else 13) and loop.measurement.samples_per_s
+    assert made.profiler is before and vars(made._logger_connector).keys().isdisjoint({"update_train_step_metrics"})
