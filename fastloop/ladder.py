@@ -115,3 +115,13 @@ def manual(name: str) -> str:
     """The manual page of a rung: its module's docstring."""
     module = inspect.getmodule(type(getattr(Ladder(), name)))
     return inspect.getdoc(module) or ""
+
+
+def left_out(ladder: Ladder) -> str:
+    """The rungs that are off, one line each from their manual pages' first line."""
+    lines = []
+    for name, rung in ladder.rungs():
+        if not rung.enabled:
+            first = manual(name).splitlines()[0]
+            lines.append(f"* `rungs.{name}`: {first} Try it with `--config {name}`.")
+    return "\n".join(lines)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fastloop import work
+from fastloop.bridge.cost import cost_us
 from fastloop.bridge.logmarks import SELF_LOG
-from fastloop.bridge.watch import Watch, cost_us
+from fastloop.bridge.watch import Watch
 from fastloop.evidence.clock import Window
 from fastloop.evidence.parts import COMPUTE
 from fastloop.measurement import GPU_READINGS, PARTS, Measurement
@@ -21,6 +22,7 @@ from fastloop.worked import worked
 SAMPLED = ("h2d", *COMPUTE)
 """Parts that only steps marked in detail tell."""
 MOST_HOOKS = 5
+OURS = tuple(f"[Callback]{name}" for name in ("FastLoop", "Beats", "NoExchange", "ProgressLines", "_Signals"))
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
 
 
@@ -107,6 +109,8 @@ def _hooks(watch: Watch, window: Window) -> dict[str, float]:
     """The slowest hooks, per step."""
     per_step: defaultdict[str, float] = defaultdict(float)
     for name, seconds in watch.hooks_s.items():
+        if name.startswith(OURS):
+            continue
         hook = name if name == SELF_LOG else name.rpartition(".")[2]
         steps = window.detailed_steps if hook.startswith(IN_THE_BODY) else window.steps
         per_step[_short(name)] += 1e3 * seconds / (steps + 1)  # and those of the step in which the window opened

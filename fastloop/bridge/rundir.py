@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fastloop import diagnose, facts
 from fastloop.config import Config, changed, shipped, to_yaml
-from fastloop.ladder import Ladder
+from fastloop.ladder import left_out
 from fastloop.report import files
 from fastloop.secrets import MASK
 from fastloop.yamlfile import dump_yaml
@@ -111,15 +111,3 @@ def _flag(read: Callable[[], Any]) -> Any:
         return read()
     except (AttributeError, RuntimeError):
         return None
-
-
-def left_out(ladder: Ladder) -> str:
-    """The rungs that are off, one line each from their manual pages' first line."""
-    import inspect
-
-    lines = []
-    for name, rung in ladder.rungs():
-        if not rung.enabled:
-            first = (inspect.getdoc(inspect.getmodule(type(rung))) or "").splitlines()[0]
-            lines.append(f"* `rungs.{name}`: {first} Try it with `--config {name}`.")
-    return "\n".join(lines)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
-from fastloop.bridge.marks import BODY, Marks
-from fastloop.bridge.profiler import WatchingProfiler
+from fastloop.bridge.marks import Marks
 from fastloop.bridge.tokens import Tokens
 from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock, Window
@@ -204,51 +203,3 @@ class Watch:
             self.board_seen = self.board.stop()
         if self.later is not None:
             self.later.reference(self.window, self.clock.total_steps)
-
-
-def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iterator[str]:
-    """The actions of one batch as Lightning names them, without any callback."""
-    yield from (f"[LightningModule]{module}.on_before_batch_transfer", f"[Strategy]{strategy}.batch_to_device",
-                f"[LightningModule]{module}.on_after_batch_transfer",
-                f"[LightningModule]{module}.on_train_batch_start", BODY,
-                f"[LightningModule]{module}.optimizer_step", f"[Strategy]{strategy}.training_step",
-                f"[LightningModule]{module}.on_before_zero_grad", f"[LightningModule]{module}.optimizer_zero_grad",
-                f"[LightningModule]{module}.on_before_backward",
-                f"[Strategy]{strategy}.backward", f"[LightningModule]{module}.on_after_backward",
-                f"[LightningModule]{module}.on_before_optimizer_step",
-                f"[LightningModule]{module}.configure_gradient_clipping",
-                f"[LightningModule]{module}.on_train_batch_end")  # fmt: skip
-
-
-def cost_us(device: torch.device, steps: int = 400) -> float:
-    """Microseconds of our own code per step, measured by marking steps of one batch on a watch of its own."""
-    from lightning.pytorch.profilers import PassThroughProfiler
-
-    watch = Watch(device, WatchSettings(warmup_steps=0))
-    profiler: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
-    loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
-    names = list(actions())
-    inside = names[names.index(BODY) + 1 : -1]
-
-    def step() -> None:
-        watch.ask()
-        watch.got()
-        for name in names[: names.index(BODY)]:
-            with profiler.profile(name):
-                pass
-        with profiler.profile(BODY):
-            for name in inside:
-                with profiler.profile(name):
-                    pass
-        with profiler.profile(names[-1]):
-            pass
-        watch.batch_end(loss, batch, step_ends=True, batches_per_step=1)
-
-    for _ in range(3):
-        step()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    spent = time.perf_counter() - begun
-    watch.close()
-    return spent / steps * 1e6

@@ -20,6 +20,7 @@ from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, clear, run_trial
 from fastloop.config import Config
 from fastloop.errors import ConfigError
+from fastloop.ladder import left_out
 from fastloop.measurement import CEILINGS, Measurement
 from fastloop.records import Finding, Plan, Verdict
 from fastloop.report import files, summary
@@ -89,8 +90,8 @@ def _told(where: Path, name: str, seen: Measurement, plan: Plan, verdicts: tuple
     enabled = tuple(step.rung for step in plan.steps)
     found = rules.findings(seen, enabled)
     then, later = rules.next_steps(found, seen, enabled)
-    report = where / "report.md"
-    lines = summary.lines(seen, plan, verdicts, found, str(report) if report.is_file() else None, name, then, later)
+    report = files.report_in(where)
+    lines = summary.lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
     content = files.run_json(
         str(where), plan=files.plan_json(plan), measurement=files.measurement_json(seen),
         verdicts=files.verdicts_json(verdicts), findings=files.findings_json(found),
@@ -152,7 +153,6 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
 
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Write the files of a run that depend on its measurement, anew."""
-    from fastloop.bridge.rundir import left_out  # here: it brings torch, and most commands need none
 
     enabled = tuple(step.rung for step in plan.steps)
     found: tuple[Finding, ...] = rules.findings(seen, enabled)

@@ -1,4 +1,4 @@
-"""What a command line needs around its commands: suggestions, signals, files, and errors in one voice. Prints nothing."""
+"""What a command line needs around its commands: suggestions, signals, files, errors in one voice. Prints nothing."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ DRAM_PCT, COPY_SHARE = 55.0, 0.6
 LEAST = {"the optimizer": 0.15, "attention": 0.3, "elementwise work": 0.3}
 """Shares of the kernels' time from which a family is the reason."""
 FEW_SMS_PCT = 50.0
+LITTLE_MFU = 0.02
+"""Below this share of its peak the arithmetic is not what takes the time, in whatever dtype."""
 PRODUCTS = ("gemm", "attention", "convolution")
 
 Use = Literal["well_used", "fp32_math", "memory_bound", "slow"]
@@ -72,11 +74,13 @@ def culprit(seen: Measurement) -> Culprit | None:
     large = [name for name, share in parts.items() if share >= LEAST[name]]
     if large:
         return _family(max(large, key=parts.__getitem__), min(1.0, max(parts[name] for name in large)))
-    if precision(seen) in ("fp32", "tf32"):
+    dtype_mfu = number(seen.mfu.get("dtype_in_use"))
+    if precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
         says = f"its products work in {seen.peaks.get('dtype') or precision(seen)}"
         return Culprit("32-bit math", says, ("amp",), "Trainer(precision='bf16-mixed')")
-    if sms is not None and sms < FEW_SMS_PCT and micro_batches(seen) > 1:
-        return Culprit("small kernels", f"only {sms:.0f} % of its SMs have work", ("batch",), "larger micro-batches")
+    if sms is not None and sms < FEW_SMS_PCT:
+        rungs = ("batch",) if micro_batches(seen) > 1 else ()
+        return Culprit("small kernels", f"only {sms:.0f} % of its SMs have work", rungs, "more work in each kernel")
     return None
 
 

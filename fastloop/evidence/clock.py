@@ -7,11 +7,12 @@ the host's clock by one synchronisation before the window. After it two truths k
 reaches no mark before the host made it, nor after the host has seen it reached. On the CPU both clocks are one.
 
 One event a batch is always recorded, where its work is issued; the phases between only in some steps, drawn by a
-generator of our own, because an event costs microseconds. In the other steps the host's time in hooks is only summed up.
+generator of our own, because an event costs microseconds. In the others the host's time in hooks is summed up.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import deque
@@ -49,7 +50,8 @@ class _Mark:
     """Batches, samples, and whether in detail, of the step that ends here."""
     samples: int | None = None
     asked: float = 0.0
-    """Of a `got`: when the loop asked for the batch, where that has no mark of its own."""
+    """Of a `got`: when the loop asked for the batch, where that has no mark of its own. Of others: when hooks without
+    marks of their own were over."""
     seen_at: float = 0.0
     """When the host saw that the device had passed it."""
     hooks_s: float = 0.0
@@ -219,12 +221,14 @@ class Clock:
         always = kind == "issued" or phase in RARE or before in RARE
         event = self._event() if self.on_device and (self.detailed or always) else None
         compute = self.detailed and (phase in COMPUTE or before in COMPUTE)
-        self._waiting.append(_Mark(now(), event, phase, self.in_body, self.detailed,
-                                 off_cpu_s() if compute else None, kind))  # fmt: skip
+        mark = _Mark(now(), event, phase, self.in_body, self.detailed, off_cpu_s() if compute else None, kind)
+        if self.hooks_s and before == IDLE and kind != "got":
+            mark.asked, mark.hooks_s, self.hooks_s = mark.at, self.hooks_s, 0.0
+        self._waiting.append(mark)
 
     def _event(self) -> Any:
         event: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(_current_stream(self.device))
         return event
 
     # -- the device's side ----------------------------------------------------------------------------------------
@@ -268,7 +272,7 @@ class Clock:
         self._position, self._last = position, mark
 
     def _settle_unmarked(self, mark: _Mark) -> None:
-        """The stretch before the call for a batch, where hooks had no marks: split as the host's time was."""
+        """The stretch that ends with hooks without marks of their own: split as the host's time was."""
         before, position = self._last, max(self._position, mark.asked)
         if self.account.start is not None:
             host, starved = mark.asked - before.at, max(0.0, mark.asked - self._position)
@@ -276,4 +280,19 @@ class Clock:
             for phase, part in (("callbacks_logging", share), (IDLE, 1 - share)):
                 self.account.stretch(phase, False, False, span=part * (position - self._position),
                                      starved=part * starved, host=part * host)  # fmt: skip
-        self._position, self._last = position, _Mark(mark.asked, None, "data_wait", False, mark.detailed)
+        phase = "data_wait" if mark.kind == "got" else IDLE
+        self._position, self._last = position, _Mark(mark.asked, None, phase, False, mark.detailed)
+
+
+@functools.cache
+def _stream(stream_id: int, device_index: int, device_type: int) -> Any:
+    stream: Any = torch.cuda.Stream
+    return stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+def _current_stream(device: torch.device) -> Any:
+    """``torch.cuda.current_stream`` makes a new object at every call, which takes longer than all else of a mark."""
+    ask = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if ask is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    return _stream(*ask(device.index))

@@ -85,8 +85,7 @@ class _Call:
     """A module's calls by way of a compiled function, and back to eager for good should the backend fail.
 
     ``module.compile()`` captures nothing for torch's own classes (nn.Sequential and friends are on Dynamo's skip
-    list); a plain function around ``_call_impl`` is captured for every class.
-    """
+    list); a plain function around ``_call_impl`` is captured for every class."""
 
     def __init__(self, module: Any, name: str, settings: Compile, codes: dict[Any, CodeType]) -> None:
         import torch

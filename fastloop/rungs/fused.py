@@ -93,9 +93,8 @@ def _fuse(site: Any) -> Applied:
 def _flip(optimizer: Any, steps: list[int]) -> Callable[[], None]:
     """Make one optimizer fused and count its steps; returns the undo.
 
-    `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as it does for
-    the unfused optimizer: hooks and callbacks that read or clip gradients then see the same numbers.
-    """
+    `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as for the
+    unfused optimizer: hooks and callbacks that read or clip gradients then see the same numbers."""
     defaults = {key: optimizer.defaults.get(key) for key in ("fused", "foreach")}
 
     def count(*_: Any) -> None:

@@ -104,17 +104,25 @@ def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str
     compute = union((work.begin, work.end) for work, kind in zip(trace.work, kinds, strict=True)
                     if kind != "nccl" and not work.copy)  # fmt: skip
     overlapped, per_step = total(intersect(nccl, compute)), 1e3 * steps
-    inside = [work for work in trace.work if window[0][0] <= work.begin < window[0][1]]
+    # Families are those of the work that these steps called for: copies on a side stream run a lead ahead of them.
+    inside = [work for work in trace.work if _is_inside(work, marks, window[0])]
+    spans = _by_family(inside, [_family(work, phases) for work in inside])
     spent = [(work.name, work.end - work.begin) for work in inside]
     return {
         "steps": steps, "step_ms": total(window) / per_step, "busy_ms": total(busy) / per_step,
-        "families_ms": {name: total(intersect(spans.get(name, []), window)) / per_step for name in FAMILIES},
+        "families_ms": {name: total(spans.get(name, [])) / per_step for name in FAMILIES},
         "idle_ms": {name: us / per_step for name, us in _idle(trace, phases, subtract(window, busy)).items()},
         "nccl_overlapped_ms": overlapped / per_step, "comm_exposed_ms": (total(nccl) - overlapped) / per_step,
         "comm_tail_ms": _tail_ms(trace.work, kinds, phases, marks),
         "launches": _launches(trace, marks) / steps,
         "top": _top(spent, Counter(work.name for work in inside), steps),
     }  # fmt: skip
+
+
+def _is_inside(work: Work, marks: Sequence[float], window: Span) -> bool:
+    if work.launched is None:
+        return window[0] <= work.begin < window[1]
+    return marks[0] <= work.launched < marks[-1]
 
 
 def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_after_fit_the_records_are_there() -> None:
     assert loop.measurement is not None and loop.measurement.total_steps == 16 and loop.measurement.steps > 0
     assert loop.measurement.loss == pytest.approx(module.losses) and loop.measurement.global_batch == 8
     assert [step.rung for step in loop.plan.steps] == ["workers"] == [verdict.rung for verdict in loop.verdicts]
-    assert loop.verdicts[0].took and 1 <= len({finding.bottleneck for finding in loop.findings})
+    assert loop.verdicts[0].took and len({finding.bottleneck for finding in loop.findings}) >= 1
     assert loop.measurement.samples_per_s and loop.measurement.watch_us_per_step
 
 

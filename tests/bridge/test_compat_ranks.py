@@ -31,7 +31,7 @@ def test_two_ranks(launcher: tuple[str, ...], plain: str, ours: str, tmp_path: P
         assert without[rank]["losses"] == with_rungs[rank]["losses"] and len(without[rank]["losses"]) == 8
         seen = with_rungs[rank]
         assert (seen["world"], seen["world_size"], seen["total_steps"], seen["global_batch"]) == (2, 2, 8, 16)
-        assert seen["samples_per_s"] > 0 and seen["findings"] == 1
+        assert seen["samples_per_s"] > 0 and seen["findings"] >= 1
         assert seen["took"] == {"workers": True, "overlap": True} and seen["plan"] == ["planned", "planned"]
         assert seen["strategy"] == "FastLoop_DDPStrategy" and seen["order"] == 1
     assert without[0]["losses"] != without[1]["losses"], "both ranks trained on the same samples"

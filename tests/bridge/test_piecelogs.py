@@ -26,7 +26,8 @@ class Memory(Logger):
         self.logged: list[tuple[int | None, dict[str, float]]] = []
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.logged.append((step, {name: float(value) for name, value in metrics.items()}))
+        if not any(name.startswith("fastloop/") for name in metrics):  # our figures of the whole fit, at its end
+            self.logged.append((step, {name: float(value) for name, value in metrics.items()}))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 

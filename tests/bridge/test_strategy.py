@@ -65,6 +65,7 @@ class Note:
 
 @pytest.mark.parametrize("named", [False, True], ids=["swapped", "by name"])
 def test_calls_reach_the_applier_in_lightnings_order(named: bool) -> None:
+    strategy.register()
     made = trainer(strategy="fastloop" if named else "auto")
     if not named:
         made.strategy.__class__ = strategy.mixed(type(made.strategy))

@@ -187,6 +187,15 @@ def test_a_checkpoint_within_validation_is_a_checkpoint(tmp_path: Path) -> None:
     assert (seen.parts_ms["validation"] or 0.0) < 2 * HALF
 
 
+@pytest.mark.parametrize("follows", ["checkpoint", "validation"])
+def test_a_slow_hook_stays_one_where_something_rare_follows_it(follows: str, tmp_path: Path) -> None:
+    saves = {"callbacks": [ModelCheckpoint(tmp_path, every_n_train_steps=1)], "enable_checkpointing": True}
+    seen = watched("on_train_batch_end", **(saves if follows == "checkpoint" else {"val": batches(1),
+                                                                                   "val_check_interval": 1}))  # fmt: skip
+    assert 0.9 * NAP_MS <= (seen.parts_ms["callbacks_logging"] or 0.0) <= NAP_MS + 3 * HALF
+    assert seen.parts_ms[follows] and max(seen.parts_ms[follows] or 0.0, seen.parts_ms["host_other"] or 0.0) < HALF
+
+
 @pytest.mark.parametrize("place", ["on_train_epoch_end", "on_train_epoch_start"])
 def test_what_lies_between_two_epochs(place: str, calm: Measurement) -> None:
     seen = watched(place, train=batches(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -136,8 +137,9 @@ def epoch_gap(machine: Machine, clock: Clock) -> None:
     (validation, "validation", {"cuda": 100, "cpu": 5}), (checkpoint, "checkpoint", {"cuda": 70, "cpu": 70}),
     (epoch_gap, "epoch_gap", {"cuda": 100, "cpu": 300}),  # the device had work for 200 ms of it
 ])  # fmt: skip
-def test_what_comes_now_and_then_is_spread_over_the_steps(monkeypatch: pytest.MonkeyPatch, where: torch.device,
-                                                          extra: Step, name: str, each: dict[str, float]) -> None:  # fmt: skip
+def test_what_comes_now_and_then_is_spread_over_the_steps(
+    monkeypatch: pytest.MonkeyPatch, where: torch.device, extra: Step, name: str, each: dict[str, float]
+) -> None:
     work = (10.0, 20.0, 4.0) if where is CUDA else (0.0, 0.0, 0.0)
     found, window = parts(monkeypatch, where, steps=101, extra=extra, work=work)
     assert found[name] * window.steps / 10 == pytest.approx(each[where.type], rel=0.08)
@@ -201,7 +203,7 @@ def test_an_event_a_batch_and_the_phases_only_now_and_then(monkeypatch: pytest.M
     share = sum(kind > 1 for kind in kinds[20:]) / len(kinds[20:])
     assert 0.02 < share < 0.05
     places = [number for number, kind in enumerate(kinds) if kind > 1][12:]
-    gaps = [later - place for place, later in zip(places, places[1:], strict=False)]
+    gaps = [later - place for place, later in itertools.pairwise(places)]
     assert len(set(gaps)) > 5, "drawn, so that nothing periodic in a training is always or never seen"
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastloop.traces import kernels
 from fastloop.evidence import trace as module
 from fastloop.evidence.trace import NAME, TraceWindow
+from fastloop.traces import kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastloop.traces import kernels
 from fastloop.evidence.trace import NAME, TraceWindow
+from fastloop.traces import kernels
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fastloop.traces import chrome
 from fastloop.errors import FastLoopError
+from fastloop.traces import chrome
 from fastloop.traces.chrome import load
 from tests.traces.made import ADD, GEMM, Recording
 

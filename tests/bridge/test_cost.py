@@ -1,0 +1,35 @@
+"""What watching costs is measured, and measured against what it stands in for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.bridge import cost
+from fastloop.bridge.marks import phase_of
+from fastloop.bridge.watch import Watch
+
+CPU = torch.device("cpu")
+
+
+def test_the_actions_are_those_that_are_marked() -> None:
+    assert {phase_of(name) for name in cost.actions()} >= {"h2d", "forward", "backward", "optimizer",
+                                                           "callbacks_logging"}  # fmt: skip
+
+
+def test_microseconds_not_milliseconds() -> None:
+    assert -300 < cost.cost_us(CPU) < 300
+
+
+def test_a_watch_that_dawdles_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_end = Watch.batch_end
+
+    def dawdle(self: Watch, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.001)
+        batch_end(self, *args, **kwargs)
+
+    monkeypatch.setattr(Watch, "batch_end", dawdle)
+    assert cost.cost_us(CPU, steps=80) > 900
