@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,14 @@ class Time:
 
     def passes(self, seconds: float) -> None:
         self.s += seconds
+
+
+def forget_compiles() -> None:
+    """Other tests of this process may have compiled something, and then no work is counted in it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
 
 
 def settings(warmup_steps: int = 2, **others: Any) -> WatchSettings:

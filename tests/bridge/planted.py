@@ -128,13 +128,14 @@ def batches(count: int = EPOCH) -> DataLoader[Any]:
 
 
 def watched(place: str | None = None, module: L.LightningModule | None = None, train: Any = None, *, val: Any = None,
-            config: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (), **settings: Any,
-            ) -> Measurement:  # fmt: skip
+            config: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (), hunt_syncs: bool = False,
+            **settings: Any) -> Measurement:  # fmt: skip
     """What FastLoop measured in a fit that sleeps in one place."""
     naps.clear()
     places.clear()
     places.update([place] if place else [])
     loop = FastLoop({"watch": {"warmup_steps": 2}, **(config or {})}, quiet=True)
+    loop.hunt_syncs = hunt_syncs
     settings = {"max_epochs": -1, "max_steps": STEPS, **settings}
     try:
         made = trainer(callbacks=[SleepyCallback(), *callbacks, loop], **settings)

@@ -16,11 +16,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fastloop.bridge.looks import MOST_LEAD_IN, CountWork, FindSyncs, HuntSyncs, Trace
 from fastloop.bridge.marks import BODY, Marks
 from fastloop.evidence.clock import Clock
-from tests.bridge.made_up import CPU
+from tests.bridge.made_up import CPU, forget_compiles
 
 FORWARD, BACKWARD = "[Strategy]S.training_step", "[Strategy]S.backward"
 BY_HAND = 3 * 2 * 8 * 16 - 2 * 8 * 16
 """A layer of 8 by 16, whose input needs no gradient."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    forget_compiles()
 
 
 @pytest.fixture

@@ -128,7 +128,10 @@ def test_kernels_of_inductor_show_that_it_is_compiled() -> None:
      "only 49 % of its SMs have work", {"batch": {"enabled": True, "micro_batch": 32}}),
     ({"gpu": {"gr_active_pct": 99.0, "sm_active_pct": 51.0}, "micro_batch": 8, "global_batch": 32},
      "a trace shows", None),
-    ({"gpu": {"gr_active_pct": 99.0, "sm_active_pct": 49.0}}, "a trace shows", None),
+    ({"gpu": {"gr_active_pct": 99.0, "sm_active_pct": 49.0}}, "only 49 % of its SMs have work", None),
+    # A kernel that multiplies nothing: no advice about arithmetic.
+    ({"precision": "32-true", "peaks": {"dtype": "fp32"}, "mfu": {"datasheet": 1e-9, "dtype_in_use": 1e-8},
+      "gpu": {"gr_active_pct": 99.0, "sm_active_pct": 1.0}}, "only 1 % of its SMs have work", None),
 ])  # fmt: skip
 def test_slow_for_a_reason_that_needs_no_trace(change: dict[str, Any], says: str, patch: Any) -> None:
     (finding,) = findings(gpt2_tuned(**{**SLOW, **change}))
