@@ -21,7 +21,7 @@ from pathlib import Path
 from recipes import DATA, FULL
 
 LIMIT_S = 400
-STEPS = {"resnet50:naive": (40, 6), "resnet50:full": (170, 20), "gpt2:naive": (18, 4), "gpt2:full": (70, 10),
+STEPS = {"resnet50:naive": (40, 6), "resnet50:full": (170, 20), "gpt2:naive": (14, 4), "gpt2:full": (70, 10),
          "cifar10:naive": (420, 30), "cifar10:full": (1400, 60)}  # fmt: skip
 """Optimizer steps and warm-up: windows of ten seconds or more, for the energy counter."""
 KEPT = ("samples_per_s", "step_ms", "parts_ms", "lead_ms", "trail_ms", "gpu", "tflop_per_s", "mfu", "flops", "peaks",

@@ -22,6 +22,8 @@ from fastloop.feeds.tree import samples
 
 ENOUGH_STEPS = 200
 """A window that something comes after ends with so many steps, if its queues have passed ten times."""
+FEWEST_STEPS = 10
+"""Rather than with fewer, what comes after it is not done."""
 LONGEST_S = 900.0
 """A window ends after so long, once it is long enough: later steps are only looked at now and then."""
 
@@ -188,7 +190,7 @@ class Watch:
         long_enough = passed.batches >= 10 * self.clock.queued_batches
         if time.monotonic() - self._opened_at > LONGEST_S and long_enough:
             return True
-        if not self._extras:
+        if not self._extras or passed.steps < FEWEST_STEPS:
             return False
         if self.ends_at is not None and done >= self.ends_at - sum(extra.steps for extra in self._extras) - 1:
             return True

@@ -28,6 +28,8 @@ from fastloop.shipped import is_file, shipped
 from fastloop.worked import worked
 
 TRIALS = "trials"
+HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
+"""Steps the hunt takes, and those that pass before a trace while queues fill again: about as many, for usual queues."""
 REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
 
 Progress = Callable[[str], None]
@@ -109,7 +111,8 @@ def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ..
     config, limits = job.config(), Limits(total_s=limit_s)
     place = claim(config.name, out, force=force)
     try:
-        base = run_trial("as it is", job, place.path, limits=limits, progress=progress)
+        longer = job.but(f"run.max_steps={config.run.max_steps + beyond(syncs, trace)}")
+        base = run_trial("as it is", longer, place.path, limits=limits, progress=progress)
         if not base.ok:
             if base.code == 2:
                 clear(place.path)
@@ -126,6 +129,11 @@ def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ..
     rewrite(place.path, config, seen, plan, verdicts)
     notes = [f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok]
     return _told(place.path, config.name, seen, plan, verdicts, notes, trials=[each.row() for each in (base, *trials)])
+
+
+def beyond(syncs: bool, trace: int | None) -> int:
+    """Steps for what is not timed, so that the timed ones are those that were asked for."""
+    return (HUNTED_STEPS if syncs else 0) + (trace + LEAD_IN_STEPS if trace else 0)
 
 
 def _further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:
@@ -153,7 +161,6 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
 
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Write the files of a run that depend on its measurement, anew."""
-
     enabled = tuple(step.rung for step in plan.steps)
     found: tuple[Finding, ...] = rules.findings(seen, enabled)
     then, later = rules.next_steps(found, seen, enabled)

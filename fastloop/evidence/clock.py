@@ -16,7 +16,6 @@ import functools
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,27 +34,27 @@ EVERY = {"cuda": 32, "cpu": 8}
 """After those, one step in so many on average."""
 
 
-@dataclass(slots=True)
 class _Mark:
-    at: float
-    event: Any
-    phase: str
-    """The phase that begins here."""
-    body: bool
-    detailed: bool
+    """One call of the loop. No dataclass: most marks need five of the fields, and setting all takes a microsecond."""
+
     off_cpu: float | None = None
-    kind: str = ""
+    kind = ""
     """got: the loop has its batch. issued: a batch's work is."""
     ended: tuple[int, int, bool] | None = None
     """Batches, samples, and whether in detail, of the step that ends here."""
     samples: int | None = None
-    asked: float = 0.0
+    asked = 0.0
     """Of a `got`: when the loop asked for the batch, where that has no mark of its own. Of others: when hooks without
     marks of their own were over."""
-    seen_at: float = 0.0
+    seen_at = 0.0
     """When the host saw that the device had passed it."""
-    hooks_s: float = 0.0
+    hooks_s = 0.0
     """Of a `got`: host time in hooks since the last mark."""
+
+    def __init__(self, at: float, event: Any, phase: str, body: bool, detailed: bool) -> None:
+        self.at, self.event, self.body, self.detailed = at, event, body, detailed
+        self.phase = phase
+        """The phase that begins here."""
 
 
 class Clock:
@@ -221,7 +220,11 @@ class Clock:
         always = kind == "issued" or phase in RARE or before in RARE
         event = self._event() if self.on_device and (self.detailed or always) else None
         compute = self.detailed and (phase in COMPUTE or before in COMPUTE)
-        mark = _Mark(now(), event, phase, self.in_body, self.detailed, off_cpu_s() if compute else None, kind)
+        mark = _Mark(now(), event, phase, self.in_body, self.detailed)
+        if compute:
+            mark.off_cpu = off_cpu_s()
+        if kind:
+            mark.kind = kind
         if self.hooks_s and before == IDLE and kind != "got":
             mark.asked, mark.hooks_s, self.hooks_s = mark.at, self.hooks_s, 0.0
         self._waiting.append(mark)
@@ -260,8 +263,8 @@ class Clock:
             self._spare.append(self._last_event)
             self._last_event, self._event_at = mark.event, position
         if self.account.start is not None:
-            self.account.stretch(before.phase, before.body, before.detailed, span=position - self._position,
-                                 starved=starved, host=mark.at - before.at)  # fmt: skip
+            self.account.stretch(before.phase, before.body, before.detailed, position - self._position, starved,
+                                 mark.at - before.at)  # fmt: skip
             if before.phase in COMPUTE and before.off_cpu is not None and mark.off_cpu is not None:
                 self.account.blocked(mark.off_cpu - before.off_cpu)
         if mark.kind == "issued" and self.account.start is not None:
@@ -277,9 +280,7 @@ class Clock:
         if self.account.start is not None:
             host, starved = mark.asked - before.at, max(0.0, mark.asked - self._position)
             share = min(1.0, mark.hooks_s / host) if host > 0 else 0.0
-            for phase, part in (("callbacks_logging", share), (IDLE, 1 - share)):
-                self.account.stretch(phase, False, False, span=part * (position - self._position),
-                                     starved=part * starved, host=part * host)  # fmt: skip
+            self.account.between(host, starved, share)
         phase = "data_wait" if mark.kind == "got" else IDLE
         self._position, self._last = position, _Mark(mark.asked, None, phase, False, mark.detailed)
 

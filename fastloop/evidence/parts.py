@@ -96,7 +96,7 @@ class Account:
         self._step_s, self._of_step, self._of_batch = Ring("d"), Ring("q"), Ring("q")
         self._leads, self._trails = Ring("d"), Ring("d")
 
-    def stretch(self, phase: str, body: bool, detailed: bool, *, span: float, starved: float, host: float) -> None:
+    def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
         """`span` seconds of the device's time line, `starved` of them because the host was elsewhere."""
         sums = self._sums
         if phase in RARE:
@@ -117,6 +117,15 @@ class Account:
             if detailed:
                 sums.detail[phase] += span
                 sums.host_detail[phase] += host
+
+    def between(self, host: float, starved: float, hooks_share: float) -> None:
+        """A stretch between two batches' work in which hooks had no marks: they took a share of it."""
+        every, host_every = self._sums.every, self._sums.host_every
+        if hooks_share:
+            every["callbacks_logging"] += hooks_share * starved
+            host_every["callbacks_logging"] += hooks_share * host
+        every["host_other"] += (1 - hooks_share) * starved
+        host_every["host_other"] += (1 - hooks_share) * host
 
     def blocked(self, seconds: float) -> None:
         """Seconds off the processor; may be negative, for readings lag."""

@@ -243,8 +243,8 @@ def test_no_window_without_a_whole_step_and_no_parts_without_detail() -> None:
     assert account.window(on_device=True) is None
     account.step_ends(1.0, 1, 8, False)
     assert account.window(on_device=True) is None
-    account.stretch("data_wait", body=False, detailed=False, span=0.2, starved=0.2, host=0.2)
-    account.stretch("forward", body=True, detailed=False, span=0.8, starved=0.0, host=0.1)
+    account.stretch("data_wait", False, False, 0.2, 0.2, 0.2)
+    account.stretch("forward", True, False, 0.8, 0.0, 0.1)
     account.step_ends(2.0, 1, 8, False)
     window = account.window(on_device=True)
     assert window is not None and window.parts_s == {"data_wait": 0.2} and window.blocked_s is None
