@@ -45,7 +45,7 @@ class Plant:
     logs: int = 0
     syncs: int = 0
     checkpoints: bool = False
-    batch: int = 16
+    batch: int = 128
     width: int = 512
     device_ms: float = 0.0
     """A kernel of so many ms stands for the work."""
@@ -57,15 +57,15 @@ class Plant:
 
 CPU_PLANTS: dict[str, Plant] = {
     "none": Plant(expected=()),
-    "getitem": Plant(expected=("data_wait",), item_s=0.0005),
+    "getitem": Plant(expected=("data_wait",), item_s=0.00005),
     "collate": Plant(expected=("data_wait",), collate_s=0.008),
-    "callback": Plant(expected=("callbacks_logging",), callback_s=0.006),
-    "step": Plant(expected=("host_other",), step_s=0.006),
+    "callback": Plant(expected=("callbacks_logging",), callback_s=0.010),
+    "step": Plant(expected=("host_other",), step_s=0.010),
     "tiny": Plant(expected=("launch_bound",), batch=1, width=8, steps=200),
     "logging": Plant(expected=("callbacks_logging",), logs=25),
     "checkpoint": Plant(expected=("checkpoint",), checkpoints=True),
-    "getitem+callback": Plant(expected=("data_wait", "callbacks_logging"), item_s=0.0008, callback_s=0.006),
-    "step+checkpoint": Plant(expected=("checkpoint", "host_other"), step_s=0.006, checkpoints=True),
+    "getitem+callback": Plant(expected=("data_wait", "callbacks_logging"), item_s=0.0001, callback_s=0.010),
+    "step+checkpoint": Plant(expected=("checkpoint", "host_other"), step_s=0.010, checkpoints=True),
 }
 CUDA_PLANTS: dict[str, Plant] = {
     "none": Plant(expected=(), work="gemm", steps=400, trainer={"precision": "bf16-mixed"}),

@@ -32,6 +32,7 @@ KEPT = ("samples_per_s", "step_ms", "parts_ms", "lead_ms", "trail_ms", "gpu", "t
 def diagnose(case: str, options: argparse.Namespace, folder: Path) -> subprocess.CompletedProcess[str]:
     recipe, _, arm = case.partition(":")
     steps, warmup = STEPS[case]
+    steps = max(12, steps // options.devices)
     overrides = [f"run.max_steps={steps}", f"watch.warmup_steps={warmup}", f"run.devices={options.devices}",
                  "trainer.logger=false", "trainer.limit_val_batches=0", "watch.usd_per_gpu_hour=3.0"]  # fmt: skip
     if options.data:

@@ -74,7 +74,9 @@ class Measurement:
     syncs: tuple[Mapping[str, Any], ...] = ()
     """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``."""
     ceilings: Mapping[str, float | None] = field(default_factory=dict)
-    """Samples per second with one cost taken away, each from a trial: see CEILINGS."""
+    """Samples per second with costs taken away, each from a trial. ``replayed``: no loader, host batches again and again;
+    ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. What the exchange
+    costs is ``replayed`` against ``no_exchange``, never against the run as it is."""
     ranks: tuple[Mapping[str, Any], ...] = ()
     """Per rank: ``rank``, ``host``, ``step_ms``, ``parts_ms``, ``host_ms``; empty for one rank."""
     drift: tuple[Mapping[str, Any], ...] = ()

@@ -2,7 +2,8 @@
 
 ``replayed``     a few batches that were loaded before the first step, from host memory, again and again
 ``resident``     the same on the device: no loader and no copy
-``no_exchange``  ranks that keep their gradients to themselves
+``no_exchange``  as ``replayed``, and ranks keep their gradients to themselves: against ``replayed`` it is the exchange
+                 alone. Against the run as it is it would also be the wait for ranks whose data comes later
 
 Loops, rungs, batch sizes and steps are those of the configuration; what is learned is worthless. Batches are taken from
 the loader as the rungs have it, so they are pinned, merged and fed ahead as in the training that they are a ceiling of.
@@ -57,12 +58,17 @@ def train(config: Config, out: Path, variation: str, *, beat: Path | None = None
         loop.hunt_syncs = hunt_syncs
         if beat is not None:
             Beats.into(trainer, beat)
-        if variation in ("replayed", "resident"):
-            replay(trainer, on_device=variation == "resident")
-        elif variation == "no_exchange":
-            trainer.callbacks.append(NoExchange())
+        take_away(trainer, variation)
 
     return training.train(config, out, prepare=prepare)
+
+
+def take_away(trainer: Any, variation: str) -> None:
+    """Let a Trainer's next fit go without what this Ceiling is without; ``as_it_is`` changes nothing."""
+    if variation in ("replayed", "resident", "no_exchange"):
+        replay(trainer, on_device=variation == "resident")
+    if variation == "no_exchange":
+        trainer.callbacks.append(NoExchange())
 
 
 def replay(trainer: Any, *, on_device: bool = False, change: Callable[[list[Any]], list[Any]] | None = None) -> None:

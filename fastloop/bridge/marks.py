@@ -67,6 +67,9 @@ class _Phase:
         self.marks, self.name, self.phase = marks, name, phase
         self.is_hook, self.is_forward = phase == "callbacks_logging", phase == "forward"
         self.is_work = phase in ("forward", "backward")
+        self.saves = self.is_hook and "Checkpoint" in name
+        """A hook whose business is saving: what it does after a save (deleting the last one, say) is part of that."""
+        self.saved = False
         self._since = 0.0
         self._back: Callable[[], None] | None = None
         self._work: Any = None
@@ -74,8 +77,11 @@ class _Phase:
     def __enter__(self) -> None:
         if self.is_hook:
             self._since = time.perf_counter()
+            self.marks.saver = self if self.saves else None
             if not self.marks.in_detail():
                 return
+        elif self.phase == "checkpoint" and self.marks.saver is not None and self.marks.saver.saved:
+            return  # a second one within the hook: the phase still lasts
         elif self.is_forward and self.marks.around_forward is not None:
             self._back = self.marks.around_forward()
         if self.is_work and self.marks.around_work is not None and not self.marks.counts:
@@ -84,6 +90,13 @@ class _Phase:
         self.marks.enter(self.phase)
 
     def __exit__(self, *raised: object) -> None:
+        if self.phase == "checkpoint" and self.marks.saver is not None:
+            self.marks.saver.saved = True
+            return
+        if self.saved:
+            self.saved, self._since = False, time.perf_counter()
+            self.marks.leave()
+        self.marks.saver = None
         if self.is_hook and not self.marks.in_detail():
             self.marks.hook_took(self.name, time.perf_counter() - self._since)
             return
@@ -135,6 +148,7 @@ class Marks:
         hooks_s: host seconds by action, of hooks outside the batch's work in every step, of others in steps in detail.
         ranges: where a trace is being recorded, the same phases by name go there too.
         in_work: a batch's work is going on.
+        saver: the hook that is running now, where its business is saving checkpoints.
         around_work: a context that is entered for every forward and backward; one that can be entered again.
         counts: that context is entered now.
         around_forward: called before a marked ``training_step``; what it returns is called after it.
@@ -145,6 +159,7 @@ class Marks:
         self.hooks_s: defaultdict[str, float] = defaultdict(float)
         self.ranges: Any = None
         self.in_work = False
+        self.saver: _Phase | None = None
         self.around_work: Any = None
         self.counts = False
         self.around_forward: Callable[[], Callable[[], None]] | None = None

@@ -24,19 +24,20 @@ NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"
 WORTH_PCT = 3.0
 """A ceiling below this is called none."""
-FREE = {"replayed": "data were free", "resident": "data and copies were free", "no_exchange": "the exchange were free"}
-FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "the exchange of gradients"}
+FREE = {"replayed": "data were free", "resident": "data and copies were free",
+        "no_exchange": "data and the exchange were free"}  # fmt: skip
+FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "data and exchange"}
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The rate with one cost taken away."""
+    """The rate with costs taken away: data (``replayed``), copies too (``resident``), or exchange too (``no_exchange``)."""
 
     samples_per_s: float | None = None
     ratio: float | None = None
-    """To the baseline."""
+    """To the baseline. What the exchange alone costs is ``no_exchange`` to ``replayed``."""
     why: str | None = None
     """Why there is none, or what to hold against it."""
 
@@ -114,7 +115,8 @@ def lines(content: Mapping[str, Any], name: str) -> list[str]:
     base, found = content["baseline"], content["ceilings"]
     ratios = {key: value["ratio"] for key, value in found.items() if value["ratio"] is not None}
     head = [f"fastloop {_verdict(ratios)}   {name}"]
-    head += [f"if {FREE[key]}: {_said(value)}" for key, value in found.items()]
+    head += [f"if {FREE[key]}: {_said(value, found['replayed'] if key == 'no_exchange' else None)}"
+             for key, value in found.items()]  # fmt: skip
     runs = " and ".join(short(rate) for rate in base["runs"])
     head.append(f"as it is: {short(base['samples_per_s'])} samples/s (before and after: {runs})"
                 + ("   window too short" if base["window_too_short"] else ""))  # fmt: skip
@@ -137,11 +139,15 @@ def _verdict(ratios: Mapping[str, float]) -> str:
     return f"UP TO {_times(ratios[nearest])} WITHOUT {FAMILY[nearest].upper()}"
 
 
-def _said(value: Mapping[str, Any]) -> str:
+def _said(value: Mapping[str, Any], replayed: Mapping[str, Any] | None) -> str:
+    """A ceiling and what it is against: the trial with replayed batches where given and measured, or the baseline."""
     if value["samples_per_s"] is None or value["ratio"] is None:
         return f"n/a: {value['why']}"
     doubt = f"; {value['why']}" if value["why"] else ""
-    return f"{short(value['samples_per_s'])} samples/s ({_times(value['ratio'])}, measured{doubt})"
+    times = _times(value["ratio"])
+    if replayed is not None and replayed["samples_per_s"]:
+        times = f"{_times(value['samples_per_s'] / replayed['samples_per_s'])} of replayed"
+    return f"{short(value['samples_per_s'])} samples/s ({times}, measured{doubt})"
 
 
 def _times(ratio: float) -> str:

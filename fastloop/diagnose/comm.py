@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from fastloop.diagnose.naming import named, per_step
-from fastloop.diagnose.reading import measured_gain_pct, step_ms
+from fastloop.diagnose.reading import step_ms
 from fastloop.diagnose.remedies import Remedy, choose
-from fastloop.diagnose.split import exchange_ms, inside
+from fastloop.diagnose.split import exchange_ms, skew_ms
 from fastloop.diagnose.straggler import straggler as slow_rank
 from fastloop.measurement import Measurement
 from fastloop.records import Finding
 
-SAYS = {"trial": "measured by a trial without it", "trace": "traced", "marks": "by its marks"}
+SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "by its marks"}
 
 
 def comm_exposed(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
-    """What the exchange adds to the step, as a trial without it, a trace or the parts have it; nothing is derived."""
-    exchange, split = exchange_ms(seen), inside(seen)
+    """What the exchange costs the step, as trials, a trace or the parts have it.
+
+    The gain is an estimate in any case: the trials have other steps than the run as it is, in which the exchange may
+    cost less, hidden behind the wait for data.
+    """
+    exchange = exchange_ms(seen)
     if exchange is None:
         return None
     spent, source = exchange
-    slow = slow_rank(seen)
-    if slow is not None and split is not None:  # what the others wait for the slow rank is no exchange
-        spent = max(0.0, spent - split.waits)
-    facts = f"the exchange of gradients added {per_step(seen, spent)} ({SAYS[source]})"
+    spent = max(0.0, spent - skew_ms(seen, source))  # which the straggler is named for
+    facts = f"the exchange of gradients costs {per_step(seen, spent)} ({SAYS[source]})"
     instead = ("try rungs.overlap.comm_hook: bf16, which wins on slow links and loses on fast ones, or exchange less"
                " often (accumulate_grad_batches, which changes the training)")  # fmt: skip
-    return named(seen, "comm_exposed", spent, facts, choose(seen, enabled, ("overlap",), instead),
-                 measured_pct=measured_gain_pct(seen, "no_exchange") if slow is None else None)  # fmt: skip
+    return named(seen, "comm_exposed", spent, facts, choose(seen, enabled, ("overlap",), instead))
 
 
 def straggler(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:

@@ -33,6 +33,7 @@ BUSY_PCT = 90.0
 """Share of the time with kernels from which on the device is called the limit."""
 STARVED_SHARE = 0.1
 """A device with nothing to do for this share of the step is not the limit, whatever its kernels are like."""
+ExchangeSource = Literal["trials", "trace", "marks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +74,35 @@ def drained(seen: Measurement) -> bool | None:
     return left < max(DRAINED_MS, DRAINED_SHARE * step / micro_batches(seen))
 
 
-def exchange_ms(seen: Measurement) -> tuple[float, Literal["trial", "trace", "marks"]] | None:
-    """What the exchange of gradients adds to a step, and what says so: a trial without it, a trace, or the parts."""
-    step, alone, now = step_ms(seen), number(seen.ceilings.get("no_exchange")), number(seen.samples_per_s)
+def exchange_ms(seen: Measurement) -> tuple[float, ExchangeSource] | None:
+    """What the exchange of gradients costs a step, and what says so: two trials, a trace, or the parts.
+
+    The trials replay batches both, one with the exchange and one without. The run as it is would not do for the first:
+    in its exchange quick ranks also wait for those whose data comes late.
+    """
+    step, samples = step_ms(seen), _samples_a_step(seen)
+    having, lacking = (number(seen.ceilings.get(name)) for name in ("replayed", "no_exchange"))
     if step is None or seen.world_size < 2:
         return None
-    if alone and now:
-        return max(0.0, step * (1 - now / alone)), "trial"
+    if having and lacking and samples:
+        return min(step, max(0.0, 1000 * samples * (1 / having - 1 / lacking))), "trials"
     if (traced := number((kernels(seen) or {}).get("comm_exposed_ms"))) is not None:
         return min(traced, step), "trace"
     marked = part_ms(seen, "comm_exposed")
     return None if marked is None else (marked, "marks")
+
+
+def skew_ms(seen: Measurement, source: ExchangeSource) -> float:
+    """The wait for a slow rank that this source takes for exchange. Trials have none where that rank's data is slow."""
+    slow = straggler(seen)
+    if slow is None or slow.rank == 0 or (source == "trials" and slow.part == "data_wait"):
+        return 0.0
+    return slow.excess_ms
+
+
+def _samples_a_step(seen: Measurement) -> float | None:
+    step, rate = step_ms(seen), number(seen.samples_per_s)
+    return number(seen.global_batch) or (rate * step / 1000 if rate and step else None)
 
 
 def inside(seen: Measurement) -> Inside | None:
@@ -94,7 +113,7 @@ def inside(seen: Measurement) -> Inside | None:
     slow, exchange = straggler(seen), exchange_ms(seen)
     waits = 0.0 if slow is None or slow.rank == 0 else min(room, slow.excess_ms)
     carved = number(seen.parts_ms.get("comm_exposed")) is not None  # then the backward is without it
-    comm = 0.0 if exchange is None or carved else min(room - waits, max(0.0, exchange[0] - waits))
+    comm = 0.0 if exchange is None or carved else min(room - waits, max(0.0, exchange[0] - skew_ms(seen, exchange[1])))
     room -= waits + comm
     if seen.device != "cuda":
         off = _blocked(seen)

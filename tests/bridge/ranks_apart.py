@@ -1,4 +1,4 @@
-"""The program that test_ceilings.py starts on two ranks: a fit with exchange of gradients, then one without."""
+"""The program that test_ceilings.py starts on two ranks: a fit as it is, one on replayed batches, one without exchange."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, Dataset
 
-from fastloop.bridge.ceilings import NoExchange
-from tests.models import Regression, loader, trainer
+from fastloop.bridge.ceilings import take_away
+from tests.models import Regression, pairs, trainer
 
 
 class Counts(Callback):
@@ -28,13 +29,28 @@ class Counts(Callback):
         trainer.strategy.model.register_comm_hook(None, hook)
 
 
+class Read(Dataset[Any]):
+    """Counts how often a sample is read."""
+
+    def __init__(self) -> None:
+        self.inner, self.reads = pairs(64), 0
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.inner[index]
+
+
 def main() -> None:
-    for name, callbacks in (("with", []), ("without", [NoExchange()])):
+    for name in ("as_it_is", "replayed", "no_exchange"):
         torch.manual_seed(0)
-        counts, module = Counts(), Regression()
-        made = trainer(strategy="ddp", devices=2, max_epochs=2, callbacks=[counts, *callbacks])
-        made.fit(module, loader())
-        seen = {"weights": [parameter.tolist() for parameter in module.parameters()],
+        counts, module, data = Counts(), Regression(), Read()
+        made = trainer(strategy="ddp", devices=2, max_epochs=2, callbacks=[counts])
+        take_away(made, name)
+        made.fit(module, DataLoader(data, batch_size=8))
+        seen = {"weights": [parameter.tolist() for parameter in module.parameters()], "reads": data.reads,
                 "exchanges": counts.exchanges, "steps": made.global_step}  # fmt: skip
         Path(f"{name}-{made.global_rank}.json").write_text(json.dumps(seen))
 

@@ -276,7 +276,10 @@ def test_one_rank_has_no_exchange_to_leave_out() -> None:
 def test_without_exchange_ranks_part(tmp_path: Path) -> None:
     python(PROGRAM, cwd=tmp_path)
     seen = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert seen["with-0"]["weights"] == seen["with-1"]["weights"], "the control: DDP keeps ranks alike"
-    assert seen["without-0"]["weights"] != seen["without-1"]["weights"]
-    assert (seen["with-0"]["exchanges"], seen["without-0"]["exchanges"]) == (8, 0)
+    assert seen["replayed-0"]["weights"] == seen["replayed-1"]["weights"], "the control: DDP keeps ranks alike"
+    assert seen["no_exchange-0"]["weights"] != seen["no_exchange-1"]["weights"]
+    runs = ("as_it_is", "replayed", "no_exchange")
+    assert [seen[f"{name}-0"]["exchanges"] for name in runs] == [8, 8, 0]
+    for rank in (0, 1):  # half of the 64 samples, in each of two epochs or once and for all
+        assert [seen[f"{name}-{rank}"]["reads"] for name in runs] == [64, 32, 32]
     assert {each["steps"] for each in seen.values()} == {8}

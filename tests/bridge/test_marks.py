@@ -255,3 +255,34 @@ def test_lightning_has_not_renamed_what_is_read_here(tmp_path: Path) -> None:
     read = {phase_of(name) for name in names}
     assert {"h2d", "forward", "backward", "optimizer", "callbacks_logging", "checkpoint", "begin:validation",
             "end:validation", "begin:epoch_gap"} <= read and {BODY, NEXT} <= names  # fmt: skip
+
+
+def test_what_a_checkpoint_hook_does_after_saving_is_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    time_s = [10.0]
+    monkeypatch.setattr("fastloop.evidence.clock.now", lambda: time_s[0])
+    monkeypatch.setattr("time.perf_counter", lambda: time_s[0])
+    clock = Clock(CPU, warmup_steps=0)
+    marks = Marks(clock)
+
+    def passes(ms: float) -> None:
+        time_s[0] += ms / 1e3
+
+    for number in range(40):
+        clock.ask()
+        clock.got()
+        with marks.profile(BODY):
+            passes(5)
+        with marks.profile("[Callback]ModelCheckpoint{'every': 1}.on_train_batch_end"):
+            passes(1)
+            for _ in range(2):  # the best one, and the last one
+                with marks.profile("save_checkpoint"):
+                    passes(3)
+                passes(2)  # deletes the one before
+        with marks.profile("[Callback]Other.on_train_batch_end"):
+            passes(4)
+        clock.batch_done(8, step_ends=True)
+        assert clock.phase == "host_other", number
+    window = clock.close()
+    assert window is not None
+    found = {phase: round(1e3 * seconds, 3) for phase, seconds in window.parts_s.items()}
+    assert found["checkpoint"] == 10 and 4 <= found["callbacks_logging"] <= 5

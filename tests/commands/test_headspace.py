@@ -73,7 +73,7 @@ def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path
         "fastloop UP TO 8.3x WITHOUT DATA   net",
         "if data were free: 2,697 samples/s (8.3x, measured)",
         "if data and copies were free: 2,710 samples/s (8.4x, measured)",
-        "if the exchange were free: n/a: run.devices is 1: nothing is exchanged",
+        "if data and the exchange were free: n/a: run.devices is 1: nothing is exchanged",
         "as it is: 324 samples/s (before and after: 320 and 328)",
         "FILES    a/headspace.json",
     ]  # fmt: skip
@@ -97,7 +97,8 @@ def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path
         ({"replayed": 97, "resident": 99}, "NOTHING TO GAIN: less than 3 % without data, copies or exchange"),
         ({"replayed": 101, "resident": 150}, "UP TO 1.50x WITHOUT DATA AND COPIES"),
         ({"replayed": 148, "resident": 150}, "UP TO 1.48x WITHOUT DATA"),
-        ({"replayed": 101, "resident": 101, "no_exchange": 120}, "UP TO 1.20x WITHOUT THE EXCHANGE OF GRADIENTS"),
+        ({"replayed": 101, "resident": 101, "no_exchange": 120}, "UP TO 1.20x WITHOUT DATA AND EXCHANGE"),
+        ({"replayed": 789, "resident": 790, "no_exchange": 802}, "UP TO 7.9x WITHOUT DATA"),
         ({"replayed": "no", "resident": "no"}, "NO CEILING MEASURED"),
     ],
 )
@@ -105,6 +106,16 @@ def test_what_there_is_to_gain(rates: Rates, verdict: str, pretend: Callable[[Ra
     pretend({"baseline": 100, "baseline-again": 100, **rates})
     devices = 2 if "no_exchange" in rates else 1
     assert asked(NET, f"run.devices={devices}").text.splitlines()[0] == f"fastloop {verdict}   net"
+
+
+@pytest.mark.parametrize(("replayed", "said"), [(3234, "1.02x of replayed"), ("killed", "8.0x")])
+def test_the_exchange_is_told_against_replayed_batches(
+    replayed: float | str, said: str, pretend: Callable[[Rates], Any]
+) -> None:
+    pretend({"baseline": 410, "replayed": replayed, "resident": 3240, "no_exchange": 3290, "baseline-again": 410})
+    answer = asked(NET, "run.devices=2")
+    assert f"\nif data and the exchange were free: 3,290 samples/s ({said}, measured)\n" in answer.text
+    assert content(answer)["ceilings"]["no_exchange"]["ratio"] == pytest.approx(3290 / 410), "to the baseline, as all"
 
 
 def test_a_machine_that_changes_its_speed_is_named(pretend: Callable[[Rates], Any]) -> None:
