@@ -52,6 +52,8 @@ class Plant:
     work: str = "mlp"
     """mlp, launches, gemm, elementwise, copies."""
     steps: int = STEPS
+    slow_rank_s: float = 0.0
+    """Rank 1 sleeps so long in every step."""
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,6 +122,8 @@ class Planted(L.LightningModule):
         plant, (rows, labels) = self.plant, batch
         if plant.step_s:
             time.sleep(plant.step_s)
+        if plant.slow_rank_s and self.global_rank == 1:
+            time.sleep(plant.slow_rank_s)
         if self.cycles:
             torch.cuda._sleep(self.cycles)
         if plant.work == "copies":
@@ -154,6 +158,11 @@ class Sleepy(Callback):
         time.sleep(self.seconds)
 
 
+SLOW_RANK = Plant(expected=("straggler",), slow_rank_s=0.010,
+                  trainer={"strategy": "ddp", "devices": 2, "use_distributed_sampler": False})  # fmt: skip
+EVEN_RANKS = Plant(expected=(), trainer=SLOW_RANK.trainer)
+
+
 def cycles_per_ms() -> float:
     """How long torch's sleeping kernel has to be asked to sleep."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -181,10 +190,10 @@ def train(plant: Plant, device: str = "cpu", *, per_ms: float = 0.0, config: dic
         if plant.checkpoints:
             callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1))
         trainer = L.Trainer(
-            max_steps=plant.steps, accelerator="gpu" if device == "cuda" else "cpu", devices=1,
+            max_steps=plant.steps, accelerator="gpu" if device == "cuda" else "cpu",
             logger=CSVLogger(folder) if plant.logs else False, log_every_n_steps=1,
             enable_checkpointing=plant.checkpoints, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[*callbacks, loop], **plant.trainer,
+            callbacks=[*callbacks, loop], **{"devices": 1, **plant.trainer},
         )  # fmt: skip
         whole = plant.work == "copies"
         loader = DataLoader(Samples(plant), None if whole else plant.batch, collate_fn=None if whole else collate)

@@ -74,9 +74,9 @@ class Measurement:
     syncs: tuple[Mapping[str, Any], ...] = ()
     """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``."""
     ceilings: Mapping[str, float | None] = field(default_factory=dict)
-    """Samples per second with costs taken away, each from a trial. ``replayed``: no loader, host batches again and again;
-    ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. What the exchange
-    costs is ``replayed`` against ``no_exchange``, never against the run as it is."""
+    """Samples per second with costs taken away, each from a trial. ``replayed``: no loader, the same few host batches;
+    ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. What the
+    exchange costs is ``replayed`` against ``no_exchange``, never against the run as it is."""
     ranks: tuple[Mapping[str, Any], ...] = ()
     """Per rank: ``rank``, ``host``, ``step_ms``, ``parts_ms``, ``host_ms``; empty for one rank."""
     drift: tuple[Mapping[str, Any], ...] = ()
@@ -87,6 +87,8 @@ class Measurement:
     world_size: int = 1
     total_steps: int = 0
     """Optimizer steps of the whole fit, warm-up included."""
+    first_step: int | None = None
+    """The optimizer step in which the window began, counted from 1; itself not one of ``steps``."""
     warmup_steps: int = 0
     global_batch: int | None = None
     """Samples per optimizer step, all ranks (median)."""

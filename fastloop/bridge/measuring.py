@@ -45,20 +45,25 @@ def measured(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapp
     }  # fmt: skip
     if window is None:
         return Measurement(**common)
-    timed = _times(window) | _rates(watch, window, int(about.get("world_size", 1)))
+    exposed = (about.get("kernels") or {}).get("comm_exposed_ms") if int(about.get("world_size", 1)) > 1 else None
+    timed = _times(window, exposed) | _rates(watch, window, int(about.get("world_size", 1)))
     seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], int(about.get("world_size", 1)))})
     rates = about.get("rates")
     return worked(seen, gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),
                   copy_tb_per_s=getattr(rates, "copy_tb_per_s", None))  # fmt: skip
 
 
-def _times(window: Window) -> dict[str, Any]:
+def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
     step_ms = 1e3 * window.wall_s / window.steps
     deciles = _deciles(window.step_s)
     parts: dict[str, float | None] = {
         part: 1e3 * seconds if (seconds := window.parts_s.get(part)) is not None else _missing(part, window)
         for part in PARTS
     }  # fmt: skip
+    if comm_exposed_ms is not None and (backward := parts["backward"]) is not None:
+        # Events cannot tell the exchange from the backward that waits for it; the trace, of later steps, can.
+        parts["comm_exposed"] = exposed = min(comm_exposed_ms, backward)
+        parts["backward"] = backward - exposed
     known = [value for value in parts.values() if value is not None]
     parts["unexplained"] = step_ms - sum(known) if window.detailed_steps else None
     return {

@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The rate with costs taken away: data (``replayed``), copies too (``resident``), or exchange too (``no_exchange``)."""
+    """The rate without data (``replayed``), without data and copies (``resident``) or exchange (``no_exchange``)."""
 
     samples_per_s: float | None = None
     ratio: float | None = None

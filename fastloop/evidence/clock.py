@@ -83,7 +83,9 @@ class Clock:
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
-        self._draw, self._until_detail, self._opened_at = random.Random(0), 0, 0
+        self.opened_at: int | None = None
+        """Optimizer steps that were done when the window began."""
+        self._draw, self._until_detail = random.Random(0), 0
         self._waiting: deque[_Mark] = deque()
         """Marks the device has not been seen to pass."""
         self._marks: deque[_Mark] = deque()
@@ -198,7 +200,7 @@ class Clock:
         return boundary and self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
 
     def _begin(self) -> None:
-        self.open, self._opened_at = True, self.total_steps
+        self.open, self.opened_at = True, self.total_steps
         if self.on_device:
             torch.cuda.synchronize(self.device)
             self._last_event = self._event()
@@ -206,7 +208,7 @@ class Clock:
         self._last = _Mark(self._position, None, self.phase, self.in_body, True)
 
     def _in_detail(self) -> bool:
-        if self.total_steps - self._opened_at <= FIRST_IN_DETAIL:
+        if self.total_steps - (self.opened_at or 0) <= FIRST_IN_DETAIL:
             return True
         if self._until_detail <= 0:
             self._until_detail = self._draw.randint(1, 2 * EVERY.get(self.device.type, 4) - 1)

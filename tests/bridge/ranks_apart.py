@@ -1,4 +1,4 @@
-"""The program that test_ceilings.py starts on two ranks: a fit as it is, one on replayed batches, one without exchange."""
+"""The program that test_ceilings.py starts on two ranks: a fit as it is, one replayed, one without exchange."""
 
 from __future__ import annotations
 

@@ -40,6 +40,24 @@ def seen(watch: Watch, **about: Any) -> Measurement:
     return measured(watch, about, {"loader": {}})
 
 
+@pytest.mark.parametrize(("exposed", "ranks", "parts"), [
+    (12.0, 2, (12.0, 18.0)), (50.0, 2, (30.0, 0.0)), (12.0, 1, (None, 30.0)), (None, 2, (None, 30.0)),
+])  # fmt: skip
+def test_the_exchange_is_taken_out_of_the_backward_that_waits_for_it(
+    exposed: float | None, ranks: int, parts: tuple[float | None, float], time: Time
+) -> None:
+    watch = Watch(CPU, settings())
+    for _ in range(20):
+        watch.ask()
+        watch.got()
+        with watch.marks.profile("run_training_batch"), watch.marks.profile("[Strategy]DDPStrategy.backward"):
+            time.s += 0.03
+        watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], True, 1)
+    found = seen(watch, world_size=ranks, kernels={"comm_exposed_ms": exposed})
+    assert (found.parts_ms["comm_exposed"], found.parts_ms["backward"]) == pytest.approx(parts)
+    assert sum(filter(None, found.parts_ms.values())) == pytest.approx(30.0)
+
+
 # -- times and rates --------------------------------------------------------------------------------------------------
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from fastloop.diagnose.split import device_limits, drained, exchange_ms, inside, part_ms, total
+from fastloop.diagnose.split import device_limits, drained, exchange_ms, inside, part_ms, skew_ms, total
 from fastloop.measurement import Measurement
-from tests.diagnose.scenes import cifar10_launches, gpt2_naive, gpt2_tuned, on_cpu, resnet50_naive, scene, with_trace
+from tests.diagnose.scenes import (
+    cifar10_launches,
+    gpt2_naive,
+    gpt2_tuned,
+    on_cpu,
+    ranks,
+    resnet50_naive,
+    scene,
+    with_trace,
+)
 
 LINE = {"where": "a.py:1", "per_step": 1.0, "ms_per_step": 1.0}
 
 
 @pytest.mark.parametrize("seen", [
-    gpt2_naive(), gpt2_tuned(world_size=2, ceilings={"replayed": 520.8, "no_exchange": 600.0}), cifar10_launches(), on_cpu(),
+    gpt2_naive(), gpt2_tuned(world_size=2, ceilings={"replayed": 520.8, "no_exchange": 600.0}), cifar10_launches(),
+    on_cpu(),
     cifar10_launches(syncs=(LINE,), blocked_ms=2.0, host_ms={"backward": 1.0}), cifar10_launches(gpu={}),
     with_trace(cifar10_launches(), 3.0, {"launch": 2.0, "sync": 1.0, "other": 3.0}, {}), resnet50_naive(),
 ], ids=["busy", "exchange", "launches", "cpu", "sync and sleep", "bound", "trace", "starved"])  # fmt: skip
@@ -78,3 +89,31 @@ def test_a_part_is_no_longer_than_the_step_and_unknown_stays_unknown() -> None:
 def test_the_exchange_of_one_rank_is_none() -> None:
     assert exchange_ms(gpt2_tuned(comm_exposed=20.0)) is None
     assert exchange_ms(gpt2_tuned(comm_exposed=20.0, world_size=2)) == (20.0, "marks")
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"global_batch": 64}, 24.0), ({"samples_per_s": 640.0}, 24.0), ({"global_batch": 128}, 48.0),
+    ({"global_batch": 1000}, 100.0), ({"ceilings": {"replayed": 1000.0, "no_exchange": 900.0}, "global_batch": 64}, 0),
+], ids=["samples", "by the rate", "twice the samples", "the whole step", "slower without"])  # fmt: skip
+def test_two_trials_tell_the_exchange_in_milliseconds(changes: dict[str, Any], expected: float) -> None:
+    seen = scene(**{"step": 100.0, "world_size": 2, "ceilings": {"replayed": 1000.0, "no_exchange": 1600.0}, **changes})
+    assert exchange_ms(seen) == (pytest.approx(expected), "trials")
+
+
+@pytest.mark.parametrize("ceilings", [
+    {}, {"replayed": 1000.0}, {"no_exchange": 1600.0}, {"resident": 1000.0, "no_exchange": 1600.0},
+], ids=str)  # fmt: skip
+def test_one_trial_tells_nothing_of_the_exchange(ceilings: dict[str, float]) -> None:
+    seen = gpt2_tuned(comm_exposed=20.0, world_size=2, ceilings=ceilings)
+    assert exchange_ms(seen) == (20.0, "marks")
+    assert exchange_ms(dataclasses.replace(seen, parts_ms={**seen.parts_ms, "comm_exposed": None})) is None
+
+
+@pytest.mark.parametrize(("part", "slow_rank", "trials", "trace"), [
+    ("forward", 1, 20.0, 20.0), ("data_wait", 1, 0.0, 20.0), ("forward", 0, 0.0, 0.0),
+])  # fmt: skip
+def test_a_slow_ranks_data_is_in_no_trial(part: str, slow_rank: int, trials: float, trace: float) -> None:
+    quick, slow = {part: 10.0, "backward": 60.0}, {part: 30.0, "backward": 40.0}
+    both = (slow, quick) if slow_rank == 0 else (quick, slow)
+    seen = dataclasses.replace(scene(100.0, world_size=2), ranks=ranks(*both))
+    assert skew_ms(seen, "trials") == pytest.approx(trials) and skew_ms(seen, "trace") == pytest.approx(trace)
