@@ -28,6 +28,8 @@ COUNTED_STEP, SYNC_STEP = 1, 2
 """Optimizer steps of the warm-up in which work is counted and synchronisations are looked for: not the first one, in
 which much happens for once."""
 
+REPLACED = "the Trainer's profiler was replaced during the fit, and nothing is seen from then on"
+
 
 class Eyes:
     """Watches a fit through the Trainer's profiler calls. Issues no collective.
@@ -57,11 +59,12 @@ class Eyes:
         self._logs: LogMarks | None = None
         self._step = 0
         self._told = (0, 0.0, 0.0, 0)
+        self._profiler: Any = None
 
     def attach(self, trainer: Any, asks: Callable[[], None], gets: Callable[[], None]) -> Callable[[], None]:
         """Stand before the Trainer's profiler; returns the undo."""
         before = trainer.profiler
-        trainer.profiler = ours = WatchingProfiler(before, asks, gets, self.watch.marks.profile)
+        trainer.profiler = ours = self._profiler = WatchingProfiler(before, asks, gets, self.watch.marks.profile)
 
         def undo() -> None:
             if trainer.profiler is ours:
@@ -114,6 +117,8 @@ class Eyes:
         }  # fmt: skip
         about["rates"] = rates.cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = measured(self.watch, about, evidence)
+        if self._profiler is not None and trainer.profiler is not self._profiler:
+            seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
             self._live.end(trainer, summary(seen))
         return self._with_ranks(seen, partial)

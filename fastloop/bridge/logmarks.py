@@ -52,28 +52,40 @@ class LogMarks:
 
         return back
 
-    def _timed(self, call: Callable[..., Any], name: str | None,
-               phase: str = "callbacks_logging") -> Callable[..., Any]:  # fmt: skip
-        marks = self.marks
+    def _timed(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> _Timed:
+        return _Timed(self.marks, call, name, phase)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if not marks.listens():
-                return call(*args, **kwargs)
-            began = time.perf_counter()
-            if name is not None and not marks.in_detail():
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    marks.hook_took(name, time.perf_counter() - began)
-            marks.enter(phase)
+
+class _Timed:
+    """A call that is marked as a phase. Copies and pickles hold the call itself: nobody watches a copy."""
+
+    def __init__(self, marks: Marks, call: Callable[..., Any], name: str | None, phase: str) -> None:
+        self.marks, self.call, self.name, self.phase = marks, call, name, phase
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_itself, (self.call,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        marks, name = self.marks, self.name
+        if not marks.listens():
+            return self.call(*args, **kwargs)
+        began = time.perf_counter()
+        if name is not None and not marks.in_detail():
             try:
-                return call(*args, **kwargs)
+                return self.call(*args, **kwargs)
             finally:
-                marks.leave()
-                if name is not None:
-                    marks.hooks_s[name] += time.perf_counter() - began
+                marks.hook_took(name, time.perf_counter() - began)
+        marks.enter(self.phase)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            marks.leave()
+            if name is not None:
+                marks.hooks_s[name] += time.perf_counter() - began
 
-        return timed
+
+def _itself(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call
 
 
 def _is_compiled(module: Any) -> bool:

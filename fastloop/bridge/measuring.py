@@ -45,9 +45,10 @@ def measured(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapp
     }  # fmt: skip
     if window is None:
         return Measurement(**common)
-    exposed = (about.get("kernels") or {}).get("comm_exposed_ms") if int(about.get("world_size", 1)) > 1 else None
-    timed = _times(window, exposed) | _rates(watch, window, int(about.get("world_size", 1)))
-    seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], int(about.get("world_size", 1)))})
+    world_size, traced = int(about.get("world_size", 1)), about.get("kernels") or {}
+    timed = {"first_step": watch.clock.opened_at + 1, **_rates(watch, window, world_size),
+             **_times(window, traced.get("comm_exposed_ms") if world_size > 1 else None)}  # fmt: skip
+    seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], world_size)})
     rates = about.get("rates")
     return worked(seen, gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),
                   copy_tb_per_s=getattr(rates, "copy_tb_per_s", None))  # fmt: skip
@@ -117,8 +118,9 @@ def _hooks(watch: Watch, window: Window) -> dict[str, float]:
         if name.startswith(OURS):
             continue
         hook = name if name == SELF_LOG else name.rpartition(".")[2]
-        steps = window.detailed_steps if hook.startswith(IN_THE_BODY) else window.steps
-        per_step[_short(name)] += 1e3 * seconds / (steps + 1)  # and those of the step in which the window opened
+        inside = hook.startswith(IN_THE_BODY)
+        steps, scale = (window.detailed_steps, window.of_detailed) if inside else (window.steps, 1.0)
+        per_step[_short(name)] += scale * 1e3 * seconds / (steps + 1)  # the 1: the step in which the window opened
     slowest = sorted(per_step.items(), key=lambda item: -item[1])[:MOST_HOOKS]
     return {name: ms for name, ms in slowest if ms > 0.01}
 

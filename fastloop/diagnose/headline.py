@@ -34,6 +34,8 @@ def title(finding: Finding, seen: Measurement) -> str:
     """The headline of a finding, in capitals."""
     kind = finding.bottleneck
     if kind == "none":
+        if finding.why.startswith("nothing was measured"):
+            return "NOT MEASURED"
         if step_ms(seen) is None or finding.why.startswith("too short"):
             return "TOO SHORT TO JUDGE"
         return "NO BOTTLENECK FOUND" if unknown(seen) else "NOTHING TO GAIN"
@@ -65,7 +67,8 @@ def next_steps(findings: tuple[Finding, ...], seen: Measurement,
         return (), ()
     wanted = [rung for rungs in patched[1:] for rung in rungs]
     wanted += [rung for finding in findings if finding.patch for rung in THEN.get(finding.bottleneck, ())]
-    then = _free(wanted, seen, enabled, but=patched[0])
+    named = [rung for rungs in patched for rung in rungs]  # each is a FIX already
+    then = _free(wanted, seen, enabled, but=named)
     starved = findings[0].bottleneck in BEFORE_THE_DEVICE
     return then, _free(LATER, seen, enabled, but=[*patched[0], *then]) if starved and seen.device == "cuda" else ()
 

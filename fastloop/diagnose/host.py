@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastloop.diagnose.naming import ORDINARY_MS, device, named, per_step, share_pct
 from fastloop.diagnose.reading import activity, micro_batches, number, step_ms, syncing_lines
 from fastloop.diagnose.remedies import Remedy, choose
-from fastloop.diagnose.split import COMPUTE, Inside, inside, part_ms
+from fastloop.diagnose.split import COMPUTE, WORTH_NAMING_PCT, Inside, inside, part_ms
 from fastloop.measurement import Measurement
 from fastloop.records import Finding
 
@@ -13,8 +13,9 @@ TINY_STEP_MS = 5.0
 """Below this a CPU step is short against what any training loop costs."""
 TINY_PCT = 15.0
 """Share of a tiny CPU step from which on the loop's own cost is named: a third of a millisecond of two."""
-BLOCKED_PCT = 10.0
-"""From here on a host off the processor is named on the CPU, whose threads also wait for each other."""
+CPU_WORTH_PCT = 10.0
+"""From here on the host's doings are named on the CPU, where they are seen of few steps and compete with the training:
+twenty sound trainings beside other work on two cores read up to 9.6 %."""
 
 
 def sync(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:
@@ -68,7 +69,8 @@ def callbacks_logging(seen: Measurement, _enabled: tuple[str, ...]) -> Finding |
     facts = f"hooks and logging held the {device(seen)} up for {per_step(seen, spent)}" + (
         f" (slowest: {culprits})" if culprits else "")  # fmt: skip
     advice = "no rung helps: do this every so many steps only (log_every_n_steps, a callback's own interval)"
-    return named(seen, "callbacks_logging", spent, facts, Remedy(None, advice), least_ms=ORDINARY_MS)
+    worth = WORTH_NAMING_PCT if seen.device == "cuda" else CPU_WORTH_PCT
+    return named(seen, "callbacks_logging", spent, facts, Remedy(None, advice), worth_pct=worth, least_ms=ORDINARY_MS)
 
 
 def host_other(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:
@@ -78,8 +80,8 @@ def host_other(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:
     if step is None:
         return None
     if seen.device != "cuda":
-        off = off if 100 * off >= BLOCKED_PCT * step else 0.0
-        loop = loop if step >= TINY_STEP_MS else 0.0
+        off = off if 100 * off >= CPU_WORTH_PCT * step else 0.0
+        loop = loop if step >= TINY_STEP_MS and 100 * loop >= CPU_WORTH_PCT * step else 0.0
     said = [f"in forward, backward and optimizer the host was off the processor for {per_step(seen, off)},"
             f" asleep or waiting{_where(seen)}"] if off else []  # fmt: skip
     said += [f"the loop's own work between its hooks took {per_step(seen, loop)}"] if loop else []

@@ -10,7 +10,12 @@ from fastloop.measurement import PARTS, Measurement
 
 def too_short(seen: Measurement) -> str:
     """Words for a window without a step in it."""
-    return (f"too short to judge: {seen.total_steps} steps ran and the first {seen.warmup_steps} are warm-up;"
+    if not seen.total_steps:
+        return "too short to judge: no step was trained"
+    ran = "1 step" if seen.total_steps == 1 else f"{seen.total_steps} steps"
+    if seen.total_steps > seen.warmup_steps + 2 and seen.state:
+        return f"nothing was measured in {ran}: {'; '.join(seen.state)}"
+    return (f"too short to judge: {ran} ran and the first {seen.warmup_steps} are warm-up;"
             " train longer or lower watch.warmup_steps")  # fmt: skip
 
 

@@ -12,7 +12,6 @@ generator of our own, because an event costs microseconds. In the others the hos
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections import deque
@@ -22,6 +21,7 @@ import torch
 
 from fastloop.evidence.parts import COMPUTE, KEPT_STEPS, RARE, Account, Window
 from fastloop.evidence.processor import off_cpu_s
+from fastloop.evidence.stream import current_stream
 
 __all__ = ["COMPUTE", "KEPT_STEPS", "RARE", "Clock", "Window"]
 
@@ -83,9 +83,8 @@ class Clock:
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
-        self.opened_at: int | None = None
-        """Optimizer steps that were done when the window began."""
-        self._draw, self._until_detail = random.Random(0), 0
+        self._draw, self._until_detail, self.opened_at = random.Random(0), 0, 0
+        """The last: steps that were done when the window began."""
         self._waiting: deque[_Mark] = deque()
         """Marks the device has not been seen to pass."""
         self._marks: deque[_Mark] = deque()
@@ -208,7 +207,7 @@ class Clock:
         self._last = _Mark(self._position, None, self.phase, self.in_body, True)
 
     def _in_detail(self) -> bool:
-        if self.total_steps - (self.opened_at or 0) <= FIRST_IN_DETAIL:
+        if self.total_steps - self.opened_at <= FIRST_IN_DETAIL:
             return True
         if self._until_detail <= 0:
             self._until_detail = self._draw.randint(1, 2 * EVERY.get(self.device.type, 4) - 1)
@@ -233,7 +232,7 @@ class Clock:
 
     def _event(self) -> Any:
         event: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(_current_stream(self.device))
+        event.record(current_stream(self.device))
         return event
 
     # -- the device's side ----------------------------------------------------------------------------------------
@@ -285,17 +284,3 @@ class Clock:
             self.account.between(host, starved, share)
         phase = "data_wait" if mark.kind == "got" else IDLE
         self._position, self._last = position, _Mark(mark.asked, None, phase, False, mark.detailed)
-
-
-@functools.cache
-def _stream(stream_id: int, device_index: int, device_type: int) -> Any:
-    stream: Any = torch.cuda.Stream
-    return stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-
-
-def _current_stream(device: torch.device) -> Any:
-    """``torch.cuda.current_stream`` makes a new object at every call, which takes longer than all else of a mark."""
-    ask = getattr(torch._C, "_cuda_getCurrentStream", None)
-    if ask is None or device.index is None:
-        return torch.cuda.current_stream(device)
-    return _stream(*ask(device.index))

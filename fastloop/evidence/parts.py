@@ -40,6 +40,8 @@ class Window:
     batch_samples: tuple[int, ...]
     lead_s: float | None
     trail_s: float | None
+    of_detailed: float = 1.0
+    """Host time of an average step's work as a share of one's in detail, whose marks cost something."""
 
     @property
     def data_wait_s(self) -> float:
@@ -172,6 +174,7 @@ class Account:
         parts = self._means(sums.every, sums.body, (sums.detail, self.detailed), (sums.after, self.after_detailed))
         host = self._means(sums.host_every, sums.host_body, (sums.host_detail, self.detailed))
         told = sum(sums.host_detail.values())
+        in_detail = told / max(1, self.detailed)
         share_blocked = max(0.0, sums.blocked / told) if self._told_off_cpu and told > 0 else None
         return Window(
             steps=self.steps, detailed_steps=self.detailed, batches=self.batches, samples=self.samples,
@@ -180,6 +183,7 @@ class Account:
             step_s=tuple(self._step_s.values), step_samples=tuple(self._of_step.values),
             batch_samples=tuple(self._of_batch.values),
             lead_s=_median(self._leads) if on_device else None, trail_s=_median(self._trails) if on_device else None,
+            of_detailed=sums.host_body / self.steps / in_detail if in_detail > 0 else 1.0,
         )  # fmt: skip
 
     def _means(self, every: dict[str, float], body: float, *sampled: tuple[dict[str, float], int]) -> dict[str, float]:

@@ -23,7 +23,7 @@ GPU = {
 """The readings in words, with their units."""
 CEILING = {
     "replayed": "host batches replayed: no loader", "resident": "one batch kept on the device: no loader, no copy",
-    "no_exchange": "no gradient exchange",
+    "no_exchange": "host batches replayed, no gradient exchange",
 }  # fmt: skip
 RANK_PARTS = ("data_wait", "forward", "backward", "optimizer", "comm_exposed", "host_other")
 
@@ -132,7 +132,7 @@ def syncs(seen: Measurement) -> Table:
 
 
 def ceilings(seen: Measurement) -> Table:
-    """Rates with one cost taken away, as trials measured them, and the rate of this run beside them."""
+    """Rates with a cost taken away, as trials measured them, and the rate of this run beside them."""
     found = [(CEILING[name], seen.ceilings.get(name)) for name in CEILINGS]
     rows = [(label, number(rate)) for label, rate in found if rate is not None]
     if rows:

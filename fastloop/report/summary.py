@@ -141,15 +141,20 @@ def devices(seen: Measurement) -> str:
 
 
 def window(seen: Measurement) -> str:
-    first, last = seen.total_steps - seen.steps, seen.total_steps
-    return f"steps {first}-{last}" if seen.steps else f"{last} steps, none of them measured"
+    first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
+    last = first + seen.steps
+    return f"steps {first}-{last}" if seen.steps else f"{steps(last)}, none of them measured"
+
+
+def steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def flags(seen: Measurement) -> list[str]:
     """What to hold against the figures."""
     said = ["PARTIAL: the fit did not end normally"] if seen.partial else []
     if seen.window_too_short and seen.steps:
-        count = f": {seen.steps} step{'s' if seen.steps > 1 else ''}" if seen.steps < 10 else " for its queues"
+        count = f": {steps(seen.steps)}" if seen.steps < 10 else " for its queues"
         said.append(f"window too short{count}")
     return said
 
@@ -157,6 +162,8 @@ def flags(seen: Measurement) -> list[str]:
 def notes(seen: Measurement) -> list[str]:
     """What about the machine or the hour makes the figures doubtful."""
     said = list(seen.state)
+    if skipped := (seen.kernels or {}).get("skipped"):
+        said.append(f"no trace: {skipped}")
     drifted = [look for look in seen.drift if (look.get("change_pct") or 0) >= DRIFTED_PCT]
     if drifted:
         last = drifted[-1]
@@ -180,7 +187,7 @@ def known(parts: Mapping[str, float | None]) -> dict[str, float]:
 def _bar(seen: Measurement) -> str:
     """The step as a bar of its parts; the part that nothing is known of is dotted."""
     mean = seen.step_ms.get("mean")
-    said = f"step {number(mean, unit='ms')}"
+    said = f"step {short(mean, 'ms') if mean is not None and 0 < mean < 1 else number(mean, unit='ms')}"
     parts = {part: ms for part, ms in known(seen.parts_ms).items() if ms > 0}
     if mean is None or not math.isfinite(mean) or mean <= 0 or not parts:
         return said
@@ -191,7 +198,7 @@ def _bar(seen: Measurement) -> str:
     named = [f"{LEGEND[part]} {short(ms)}" for part, ms in parts.items() if ms >= 0.01 * mean]
     if "." in sizes:
         named.append(f"...not split {short(rest)}")
-    elif small := sum(ms for ms in parts.values() if ms < 0.01 * mean):
+    elif (small := sum(ms for ms in parts.values() if ms < 0.01 * mean)) >= 0.001 * mean:
         named.append(f"others {short(small)}")
     return f"{said} |{bar}| {'  '.join(named)}"
 
@@ -270,7 +277,10 @@ def ceiling_line(seen: Measurement, findings: Sequence[Finding]) -> str:
     bound = ceiling(findings[0], seen) if findings else None
     if bound is None:
         return ""
-    line = f"if {FREE.get(findings[0].bottleneck, 'this were gone')}: {bound}"
+    free = FREE.get(findings[0].bottleneck, "this were gone")
+    if findings[0].bottleneck == "launch_bound" and seen.device == "cpu":
+        free = "the loop itself were free"  # nothing is launched
+    line = f"if {free}: {bound}"
     loader = seen.evidence.get("loader") or {}
     workers, cpus = loader.get("num_workers"), loader.get("usable_cpus")
     if findings[0].bottleneck == "data_wait" and workers is not None and cpus is not None:

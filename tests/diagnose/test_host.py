@@ -103,7 +103,7 @@ def test_a_trace_divides_the_idle_time_and_is_scaled_to_the_untraced_step() -> N
 
 @pytest.mark.parametrize(("step", "loop", "name"), [
     (0.4, 0.16, "launch_bound"), (4.9, 0.75, "launch_bound"), (4.9, 0.72, "none"), (5.0, 0.75, "host_other"),
-    (0.4, 0.05, "none"), (40.0, 2.1, "host_other"), (40.0, 1.9, "none"),
+    (0.4, 0.05, "none"), (40.0, 4.1, "host_other"), (40.0, 3.9, "none"),
 ])  # fmt: skip
 def test_a_step_too_small_for_its_loop(step: float, loop: float, name: str) -> None:
     (finding,) = findings(scene(step, device="cpu", host_other=loop))
@@ -170,7 +170,7 @@ def test_callbacks_with_the_slowest_by_name() -> None:
     assert "quick" not in finding.why and "log_every_n_steps" in finding.why and finding.patch is None
 
 
-@pytest.mark.parametrize(("step", "ms", "named"), [(40.0, 1.9, False), (40.0, 2.1, True), (1.0, 0.24, False),
+@pytest.mark.parametrize(("step", "ms", "named"), [(40.0, 3.9, False), (40.0, 4.1, True), (1.0, 0.24, False),
                                                    (1.0, 0.26, True)])  # fmt: skip
 def test_the_price_of_a_progress_bar_is_not_named(step: float, ms: float, named: bool) -> None:
     assert ("callbacks_logging" in names(scene(step, device="cpu", callbacks_logging=ms))) is named
