@@ -158,6 +158,9 @@ def from_callback(config: str | os.PathLike[str] | Mapping[str, Any] | None,
         name, layers = "fastloop", []
     elif isinstance(config, Mapping):
         name, layers = "dict", dict_layers(config, cwd)
+    elif not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(got=f"FastLoop({config!r})", why=f"{type(config).__name__} is no configuration",
+                          do="write a shipped name, a path, or a mapping such as {'rungs': {...}}")  # fmt: skip
     else:
         text = config if isinstance(config, str) else str(Path(config).absolute())
         name, layers = safe_name(Path(text).stem), file_layers(text, cwd)

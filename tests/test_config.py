@@ -245,3 +245,9 @@ def test_reading_a_configuration_imports_neither_torch_nor_lightning(folder: Pat
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("wrong", [3, True, ["safe"], object])
+def test_a_callback_is_told_what_is_no_configuration(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="is no configuration"):
+        from_callback(wrong)  # type: ignore[arg-type]

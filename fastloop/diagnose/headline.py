@@ -67,8 +67,7 @@ def next_steps(findings: tuple[Finding, ...], seen: Measurement,
         return (), ()
     wanted = [rung for rungs in patched[1:] for rung in rungs]
     wanted += [rung for finding in findings if finding.patch for rung in THEN.get(finding.bottleneck, ())]
-    named = [rung for rungs in patched for rung in rungs]  # each is a FIX already
-    then = _free(wanted, seen, enabled, but=named)
+    then = _free(wanted, seen, enabled, but=patched[0])
     starved = findings[0].bottleneck in BEFORE_THE_DEVICE
     return then, _free(LATER, seen, enabled, but=[*patched[0], *then]) if starved and seen.device == "cuda" else ()
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from fastloop.measurement import Measurement
 
 TENSOR_UNUSED_PCT = 2.0
+DISTURBED = 0.9
+"""Of the run's own rate: a trial that is slower than this although it has less to do was not alone on the machine."""
 OFTEN = 0.5
 """Synchronisations a step from which on a line is held against the step as such."""
 
@@ -68,9 +70,14 @@ def syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
 
 
 def measured_gain_pct(seen: Measurement, ceiling: str) -> float | None:
-    """What a trial without one cost gained over this run; None without such a trial. Less than nothing is 0."""
+    """What a trial without one cost gained over this run. A little less than nothing is 0.
+
+    None without such a trial, and where it was so much slower than the run that something else disturbed it.
+    """
     best, now = number(seen.ceilings.get(ceiling)), number(seen.samples_per_s)
-    return max(0.0, 100 * (best / now - 1)) if best and now else None
+    if not best or not now or best < DISTURBED * now:
+        return None
+    return max(0.0, 100 * (best / now - 1))
 
 
 def _fp32_share(seen: Measurement) -> float:

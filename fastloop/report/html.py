@@ -12,6 +12,7 @@ from fastloop.measurement import Measurement
 from fastloop.records import Finding, Plan, Verdict
 from fastloop.report import figures, readings, summary, tables
 from fastloop.report.markdown import DISCLAIMER
+from fastloop.report.notes import notes
 from fastloop.report.summary import number, short
 from fastloop.report.svg import printable
 from fastloop.yamlfile import dump_yaml
@@ -57,7 +58,7 @@ def _head(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str],
         "name": name, "tone": "unknown" if told in _UNKNOWN else tone, "verdict": _sentence(told),
         "why": _upper(findings[0].why) if findings else "Nothing was watched.", "flags": summary.flags(seen),
         "ceiling": _upper(summary.ceiling_line(seen, findings).replace("   ", " \u00b7 ")),
-        "notes": summary.notes(seen),
+        "notes": notes(seen),
         "run": list(filter(None, (summary.setting(seen, name), summary.devices(seen), summary.window(seen)))),
     }  # fmt: skip
 

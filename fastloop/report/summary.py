@@ -14,6 +14,7 @@ from typing import Any
 
 from fastloop.measurement import PARTS, Measurement
 from fastloop.records import Finding, Plan, Verdict
+from fastloop.report.notes import notes
 
 FREE = {
     "data_wait": "data were free", "h2d": "the copies were free", "launch_bound": "launches were free",
@@ -29,7 +30,6 @@ LEGEND = {
 """Names of the parts under the bar; their first letters are drawn in it. Capitals: the device does not train."""
 MOST_LINES = 12
 BAR_CELLS = 22
-DRIFTED_PCT = 10.0
 
 
 def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
@@ -157,20 +157,6 @@ def flags(seen: Measurement) -> list[str]:
         count = f": {steps(seen.steps)}" if seen.steps < 10 else " for its queues"
         said.append(f"window too short{count}")
     return said
-
-
-def notes(seen: Measurement) -> list[str]:
-    """What about the machine or the hour makes the figures doubtful."""
-    said = list(seen.state)
-    if skipped := (seen.kernels or {}).get("skipped"):
-        said.append(f"no trace: {skipped}")
-    drifted = [look for look in seen.drift if (look.get("change_pct") or 0) >= DRIFTED_PCT]
-    if drifted:
-        last = drifted[-1]
-        why = f": {last['why']}" if last.get("why") else ""
-        longer = f"took {last['change_pct']:.0f} % longer than in the window"
-        said.append(f"the step at {last.get('step')} {longer}{why}")
-    return ["; ".join(said)] if said else []
 
 
 def _whys(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop import FastLoop
-from fastloop.bridge.eyes import Eyes, planned_steps, summary
+from fastloop.bridge.eyes import REPLACED, Eyes, planned_steps, summary
 from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock
 from fastloop.measurement import GPU_READINGS, Measurement
@@ -187,3 +187,24 @@ def test_a_fit_that_raises_is_measured_as_far_as_it_went(ends: tuple[type[L.Call
     assert loop.measurement is not None and loop.measurement.partial is partial
     assert loop.measurement.steps == (9 if partial else 13) and loop.measurement.samples_per_s
     assert made.profiler is before and vars(made._logger_connector).keys().isdisjoint({"update_train_step_metrics"})
+
+
+class Replaces(L.Callback):
+    """Puts another profiler into the Trainer, as some callbacks do."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.profiler = trainer.profiler.__class__()
+
+
+@pytest.mark.parametrize(("step", "steps"), [(1, 0), (9, 6), (99, 13)])
+def test_a_profiler_that_is_replaced_is_said_and_the_steps_before_it_stand(step: int, steps: int) -> None:
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    trainer(max_epochs=2, callbacks=[loop, Replaces(step)]).fit(Regression(), loader())
+    seen = loop.measurement
+    assert seen is not None and (seen.steps, seen.total_steps) == (steps, 16)
+    assert (REPLACED in seen.state) == (step < 99) and (seen.first_step == 3 or not steps)
+    assert loop.findings[0].title == "NOT MEASURED" or steps

@@ -188,3 +188,23 @@ def test_another_lightning_without_the_private_name(trainer: Any, marks: Marks) 
         pass
     logs.undo()
     assert told(marks) == ["+forward", "-"]
+
+
+def test_a_copy_of_the_trainer_logs_by_itself(marks: Marks) -> None:
+    trainer = Trainer(Connector())
+    logs = LogMarks(trainer, Module(), marks)
+    for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        assert other._logger_connector.update_train_step_metrics() == "done"
+        assert other._logger_connector.turns == 1 and trainer._logger_connector.turns == 0
+    assert told(marks) == [], "nobody watches a copy"
+    assert trainer._logger_connector.update_train_step_metrics() == "done" and told(marks) != [], "but the original"
+    logs.undo()
+
+
+def test_a_copy_made_inside_a_training_step_logs_by_itself(marks: Marks) -> None:
+    module = Module()
+    LogMarks(Trainer(Connector()), module, marks)
+    with marks.profile(BODY), marks.profile(FORWARD):
+        assert "log" in vars(module), "or this test shows nothing"
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert other.log.__self__ is other and other.log("a", 1) == "a"

@@ -182,6 +182,19 @@ def test_hooks_are_per_step_slowest_first_and_by_their_own_names() -> None:
     assert list(found.values()) == sorted(found.values(), reverse=True) and len(found) == measuring.MOST_HOOKS
 
 
+def test_hooks_inside_a_steps_work_are_as_long_as_in_an_average_step() -> None:
+    hooks = {SELF_LOG: 0.06, "[Callback]Slow.on_train_batch_end": 0.21}
+    found = of_window(replace(WINDOW, of_detailed=0.5), hooks_s=hooks).hooks_ms
+    assert found == pytest.approx({"self.log": 5.0, "Slow.on_train_batch_end": 10.0})
+
+
+def test_the_window_says_with_which_step_it_began(time: Time) -> None:
+    watch = Watch(CPU, settings(warmup_steps=4))
+    run(watch, time, 20)
+    found = seen(watch)
+    assert (found.first_step, found.steps, found.total_steps) == (5, 15, 20)
+
+
 # -- tokens, work, energy, money --------------------------------------------------------------------------------------
 
 

@@ -139,3 +139,11 @@ def test_copies_are_the_gap_between_replayed_and_resident() -> None:
 def test_on_the_cpu_no_rung_hides_a_move() -> None:
     (finding,) = findings(scene(100.0, h2d=40.0, device="cpu"))
     assert finding.bottleneck == "h2d" and finding.patch is None and "batch transfer hooks" in finding.why
+
+
+@pytest.mark.parametrize(("rate", "named"), [(67.0, True), (99.0, False), (101.0, False), (None, True)])
+def test_a_trial_that_was_disturbed_does_not_clear_the_loader(rate: float | None, named: bool) -> None:
+    """Seen: 67 samples/s without a loader on a busy machine, 510 with it, and a wait of 20 % called free."""
+    seen = scene(100.0, data_wait=30.0, trail=0.0, samples_per_s=100.0, ceilings={"replayed": rate})
+    found = [finding for finding in findings(seen) if finding.bottleneck == "data_wait"]
+    assert bool(found) == named and all(finding.ceiling_is_estimate for finding in found)

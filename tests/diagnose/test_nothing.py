@@ -20,6 +20,19 @@ def test_too_short(step: float | None, parts: dict[str, Any]) -> None:
     assert findings(seen) == (Finding(bottleneck="none", share_pct=None, why=why, title="TOO SHORT TO JUDGE"),)
 
 
+@pytest.mark.parametrize(("steps", "says"), [(0, "too short to judge: no step was trained"),
+                                             (1, "too short to judge: 1 step ran and the first 20 are warm-up")])
+def test_hardly_any_step(steps: int, says: str) -> None:
+    (finding,) = findings(Measurement(total_steps=steps, warmup_steps=20))
+    assert finding.why.startswith(says) and finding.title == "TOO SHORT TO JUDGE"
+
+
+def test_a_run_that_was_long_enough_is_not_called_short() -> None:
+    (finding,) = findings(Measurement(total_steps=60, warmup_steps=20, state=("the profiler was replaced",)))
+    assert finding.why == "nothing was measured in 60 steps: the profiler was replaced"
+    assert finding.title == "NOT MEASURED"
+
+
 def test_what_was_not_measured_is_said() -> None:
     (finding,) = findings(Measurement(step_ms={"mean": 100.0}, parts_ms={"data_wait": 1.0}))
     assert finding.why.startswith("no bottleneck among what was measured") and "not split further" in finding.why

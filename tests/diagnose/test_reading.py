@@ -66,6 +66,7 @@ def test_lines_that_cost_come_first_and_rare_ones_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(("rate", "now", "gain"), [(150.0, 100.0, 50.0), (90.0, 100.0, 0.0), (None, 100.0, None),
+                                                   (89.0, 100.0, None),
                                                    (150.0, None, None), (150.0, 0.0, None)])  # fmt: skip
 def test_a_measured_gain(rate: Any, now: Any, gain: float | None) -> None:
     found = measured_gain_pct(Measurement(ceilings={"replayed": rate}, samples_per_s=now), "replayed")

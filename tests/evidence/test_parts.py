@@ -276,3 +276,14 @@ def test_hooks_without_marks_are_told_from_the_loop_by_the_hosts_time(monkeypatc
     found = {phase: 1e3 * seconds for phase, seconds in window.parts_s.items()}
     assert found["callbacks_logging"] == pytest.approx(8.0, rel=0.01)
     assert found["data_wait"] == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("detail_s", [0.1, 0.2])
+def test_a_window_says_how_long_work_is_against_that_of_steps_in_detail(detail_s: float) -> None:
+    account = Account()
+    account.step_ends(0.0, 1, 4, False)
+    for step, detailed in enumerate((True, False, False, False), start=1):
+        account.stretch("forward", True, detailed, 0.1, 0.0, detail_s if detailed else 0.1)
+        account.step_ends(0.1 * step, 1, 4, detailed)
+    window = account.window(on_device=False)
+    assert window is not None and window.of_detailed == pytest.approx((detail_s + 0.3) / 4 / detail_s)

@@ -82,6 +82,36 @@ def test_flags(change: dict[str, Any], flag: str) -> None:
     assert flag not in summary.lines(SEEN, Plan(), [], [WAITS])[0]
 
 
+@pytest.mark.parametrize(("change", "said"), [
+    ({"first_step": 21}, "steps 21-61"), ({"first_step": None}, "steps 20-60"),
+    ({"first_step": 21, "total_steps": 5000}, "steps 21-61"),
+    ({"steps": 0, "total_steps": 1}, "1 step, none of them measured"),
+    ({"steps": 0, "total_steps": 0}, "0 steps, none of them measured"),
+])  # fmt: skip
+def test_the_steps_measured_are_those_of_the_window_and_not_the_last_ones(change: dict[str, Any], said: str) -> None:
+    assert summary.window(dataclasses.replace(SEEN, **change)) == said
+
+
+@pytest.mark.parametrize(("mean", "text"), [(0.6012, "step 0.601 ms"), (1.0, "step 1.0 ms"), (489.64, "step 489.6 ms"),
+                                            (0.0, "step 0.0 ms"), (None, "step n/a")])  # fmt: skip
+def test_a_short_step_has_more_digits(mean: float | None, text: str) -> None:
+    seen = dataclasses.replace(SEEN, step_ms={"mean": mean}, parts_ms={})
+    assert text in summary.lines(seen, Plan(), [], [])
+
+
+def test_a_rounding_error_is_no_part_of_the_step() -> None:
+    parts = {"data_wait": 6.0, "forward": 4.0, "unexplained": 1e-15}
+    seen = dataclasses.replace(SEEN, step_ms={"mean": 10.0}, parts_ms=parts)
+    assert summary.lines(seen, Plan(), [], [])[1].endswith("| Wait 6  fwd 4")
+
+
+@pytest.mark.parametrize(("device", "free"), [("cpu", "the loop itself"), ("cuda", "launches")])
+def test_nothing_is_launched_on_the_cpu(device: str, free: str) -> None:
+    finding = dataclasses.replace(WAITS, bottleneck="launch_bound")
+    line = summary.ceiling_line(dataclasses.replace(SEEN, device=device), [finding])
+    assert line.startswith(f"if {free} were free: at most")
+
+
 @pytest.mark.parametrize("inactive", range(12))
 @pytest.mark.parametrize("unknown", [0, 1, 7])
 @pytest.mark.parametrize("report", [None, "r.md"])

@@ -1,0 +1,50 @@
+"""What makes the figures of a run doubtful, in a sentence each: the machine, the hour, trials that were disturbed."""
+
+from __future__ import annotations
+
+from fastloop.measurement import CEILINGS, Measurement
+
+DRIFTED_PCT = 10.0
+UNEVEN = 2.0
+"""The mean step, less what is known to be rare, against the median one."""
+DISTURBED = 0.9
+"""A trial that took a cost away and is slower than this share of the run tells of the machine, not of the cost."""
+
+
+def notes(seen: Measurement) -> list[str]:
+    """What to hold against the figures, as one text; empty where nothing is known."""
+    said = [*seen.state, *_no_trace(seen), *_uneven(seen), *_disturbed(seen), *_drifted(seen)]
+    return ["; ".join(said)] if said else []
+
+
+def _no_trace(seen: Measurement) -> list[str]:
+    """A trace that was asked for and is not there."""
+    skipped = (seen.kernels or {}).get("skipped")
+    return [f"no trace: {skipped}"] if skipped else []
+
+
+def _uneven(seen: Measurement) -> list[str]:
+    """Some steps are so long that the means are theirs; validation and its like are known to be rare."""
+    mean, median = seen.step_ms.get("mean"), seen.step_ms.get("median")
+    if not mean or not median:
+        return []
+    rare = sum(seen.parts_ms.get(part) or 0.0 for part in ("validation", "checkpoint", "epoch_gap"))
+    if mean - rare < UNEVEN * median:
+        return []
+    return [f"the mean step is {mean / median:.1f} times the median one: a few long steps weigh on these figures"]
+
+
+def _disturbed(seen: Measurement) -> list[str]:
+    now = seen.samples_per_s
+    slow = [(name, rate) for name in CEILINGS if now and (rate := seen.ceilings.get(name)) and rate < DISTURBED * now]
+    return [f"the trial {name} was slower than the run it should beat, {rate:,.0f} to {now:,.0f} samples/s:"
+            " disturbed by something else, run it again" for name, rate in slow]  # fmt: skip
+
+
+def _drifted(seen: Measurement) -> list[str]:
+    drifted = [look for look in seen.drift if (look.get("change_pct") or 0) >= DRIFTED_PCT]
+    if not drifted:
+        return []
+    last = drifted[-1]
+    longer = f"took {last['change_pct']:.0f} % longer than in the window"
+    return [f"the step at {last.get('step')} {longer}{f': {why}' if (why := last.get('why')) else ''}"]

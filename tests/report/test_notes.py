@@ -1,0 +1,46 @@
+"""What makes the figures of a run doubtful is said, and nothing where there is no doubt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastloop.measurement import Measurement
+from fastloop.records import Plan
+from fastloop.report import notes, summary
+
+UNEVEN = "the mean step is 4.8 times the median one: a few long steps weigh on these figures"
+
+
+def seen(**what: Any) -> Measurement:
+    return Measurement(steps=40, samples_per_s=500.0, **what)
+
+
+@pytest.mark.parametrize("kernels", [None, {"busy_ms": 3.0}, {"skipped": None}])
+def test_no_doubt(kernels: Any) -> None:
+    assert notes.notes(seen(kernels=kernels)) == []
+
+
+def test_a_trace_that_was_asked_for_and_is_not_there_is_said() -> None:
+    lines = summary.lines(seen(kernels={"skipped": "there can be one only"}), Plan(), [], [])
+    assert lines[-1] == "NOTE     no trace: there can be one only"
+
+
+@pytest.mark.parametrize(("mean", "rare", "said"), [(8.1, 0.0, [UNEVEN]), (3.0, 0.0, []), (8.1, 6.0, [])])
+def test_means_of_a_few_long_steps_are_said_to_be(mean: float, rare: float, said: list[str]) -> None:
+    assert notes.notes(seen(step_ms={"mean": mean, "median": 1.7}, parts_ms={"validation": rare})) == said
+
+
+def test_a_trial_that_is_slower_than_the_run_is_said() -> None:
+    (note,) = notes.notes(seen(ceilings={"replayed": 67.0, "resident": 499.0, "no_exchange": None}))
+    assert note.startswith("the trial replayed was slower than the run it should beat, 67 to 500 samples/s")
+    assert "resident" not in note
+    assert notes.notes(Measurement(ceilings={"replayed": 67.0})) == []
+
+
+def test_a_drift_is_said_with_what_it_came_with_and_after_the_state() -> None:
+    drift = ({"step": 9, "change_pct": 4.0}, {"step": 70, "change_pct": 12.4, "why": "clocks"})
+    assert notes.notes(seen(drift=drift, state=("hot",))) == [
+        "hot; the step at 70 took 12 % longer than in the window: clocks"]  # fmt: skip
+    assert notes.notes(seen(drift=drift[:1])) == []
