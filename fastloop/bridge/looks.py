@@ -50,6 +50,12 @@ class CountWork:
             self._marks.around_work = None
             self.found, self._count = self._count.work.per(self._samples), None
 
+    def give_up(self) -> None:
+        """Stop without a result."""
+        self._count = None
+        if self._marks is not None:
+            self._marks.around_work = None
+
 
 class FindSyncs:
     """The lines of a step that synchronise the device, without what they cost: harmless in a user's own run."""
@@ -66,6 +72,12 @@ class FindSyncs:
         if self._marks is not None:
             self._marks.__exit__(None, None, None)
             self.found, self._marks = self._marks.result(steps=1), None
+
+    def give_up(self) -> None:
+        """Stop without a result."""
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            marks.__exit__(None, None, None)
 
 
 class HuntSyncs:
@@ -98,6 +110,11 @@ class HuntSyncs:
             self._open.close()
             self.found = blame(self._hunt, self._sites, steps=max(1, self._done))
             self._hunt = None
+
+    def give_up(self) -> None:
+        """Stop without a result."""
+        self._hunt = None
+        self._open.close()
 
 
 class Trace:
@@ -138,3 +155,9 @@ class Trace:
         if self._marks is not None:
             self._marks.ranges = None
         self.found = self._window.end()
+
+    def give_up(self) -> None:
+        """Stop without a result: no profiler is left running."""
+        if self._marks is not None:
+            self._marks.ranges = None
+        self._window.end()

@@ -40,6 +40,8 @@ class Extra(Protocol):
 
     def end(self) -> None: ...
 
+    def give_up(self) -> None: ...
+
 
 class Probe(Protocol):
     """Something that looks at one step of the warm-up, from its first batch's work to its last one's."""
@@ -47,6 +49,8 @@ class Probe(Protocol):
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
+
+    def give_up(self) -> None: ...
 
 
 class Watch:
@@ -145,7 +149,7 @@ class Watch:
         self._extras.clear()
         for look in looks:
             with suppress(Exception):  # what fails may be the very reason for giving up
-                look.end()
+                look.give_up()
         self.marks.around_work = self.marks.around_forward = self.marks.ranges = None
         for clock in (self.clock, self.marks.clock):
             clock.stop()
