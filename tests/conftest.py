@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -68,3 +68,10 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("no real data beside the repository")
     return SHARED_DATA
+
+
+@pytest.fixture
+def newborns() -> Callable[[], list[psutil.Process]]:
+    """Gives the processes that are there and were not when the test began: Inductor, for one, keeps some for good."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    return lambda: [child for child in psutil.Process().children(recursive=True) if child.pid not in before]

@@ -83,7 +83,11 @@ def _of_run(where: Path) -> Answer:
     if content is None:
         raise ConfigError(got=f"{where}/measurement.json", why="it is no JSON object", do="run the training again")
     seen, plan = measurement_from(content), plan_from(read(where / "plan.json") or {})
-    return _told(where, "", seen, plan, verdicts_from(read(where / "verdicts.json") or {}))
+    try:
+        return _told(where, "", seen, plan, verdicts_from(read(where / "verdicts.json") or {}))
+    except (AttributeError, TypeError, KeyError, ValueError) as error:  # edited by hand, or of some other program
+        why = f"its values are not what they should be: {type(error).__name__}: {error}"
+        raise ConfigError(got=f"{where}/measurement.json", why=why, do="run the training again") from error
 
 
 def _told(where: Path, name: str, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...],

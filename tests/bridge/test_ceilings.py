@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -93,13 +93,13 @@ def loaded(size: int = 64, batch_size: int = 8, **settings: Any) -> tuple[Counte
 
 
 @pytest.mark.parametrize("rungs", [None, {}, {"workers": {"count": 1}}], ids=["without us", "watched", "workers"])
-def test_the_dataset_is_not_read_while_training(rungs: Any) -> None:
+def test_the_dataset_is_not_read_while_training(rungs: Any, newborns: Callable[[], list[Any]]) -> None:
     data, loader = loaded(size=800)
     module, _ = fit(loader, rungs=rungs, max_steps=90)
     assert data.read <= (MOST + 4) * 8, "a worker is a little ahead"
     assert len(module.sizes) == 90
     assert len({tuple(numbers) for numbers in module.numbers}) == MOST
-    assert not psutil.Process().children(), "the workers that loaded them are gone"
+    assert not newborns(), "the workers that loaded them are gone"
 
 
 def test_as_it_is_the_dataset_is_read() -> None:
@@ -158,7 +158,7 @@ def test_an_endless_dataset_is_replayed_without_end() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_reload_loads_nothing_again(persistent: bool) -> None:
+def test_a_reload_loads_nothing_again(persistent: bool, newborns: Callable[[], list[Any]]) -> None:
     reads: list[Counted] = []
 
     class Data(L.LightningDataModule):
@@ -172,7 +172,7 @@ def test_a_reload_loads_nothing_again(persistent: bool) -> None:
     trainer.fit(module, datamodule=Data())
     assert len(reads) == 3 and len(module.sizes) == 9
     assert persistent or [each.read for each in reads] == [24, 0, 0]
-    assert not psutil.Process().children()
+    assert not newborns()
 
 
 def test_several_loaders_are_each_replayed() -> None:

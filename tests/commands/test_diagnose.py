@@ -96,6 +96,14 @@ def test_a_broken_file_is_said(text: str, tmp_path: Path) -> None:
         asked("a")
 
 
+def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
+    content = {**files.measurement_json(SEEN), "ranks": [1], "kernels": {"families_ms": [1]}}
+    (tmp_path / "measurement.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as error:
+        asked(tmp_path)
+    assert "measurement.json" in error.value.got and "not what they should be" in error.value.why
+
+
 def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     with pytest.raises(ConfigError, match=r"--syncs, --trace with the run directory a(.|\n)*a/config.resolved.yaml"):

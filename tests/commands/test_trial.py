@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from fastloop.commands import trial
@@ -30,7 +31,9 @@ def net(*overrides: str, **settings: object) -> Job:
     return Job(conf=str(NET), overrides=overrides, **settings)  # type: ignore[arg-type]
 
 
-def test_a_training_that_went_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_went_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newborns: Callable[[], list[Any]]
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(trial.supervise, "SAY_S", 0.0)
     job = net("run.max_steps=30", f"recipe.api_key={SECRET}")
@@ -43,7 +46,7 @@ def test_a_training_that_went_well(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert lines and all(line.startswith("arm 1: ") for line in lines)
     texts = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(texts) > 8 and not any(SECRET in text for text in texts)
-    assert not psutil.Process().children()
+    assert not newborns()
     again = finished(found.run_dir)
     assert again == found, "read on another day it is the same"
     row = json.loads((found.run_dir / "trial.json").read_text())
@@ -128,20 +131,20 @@ def test_rates_are_those_of_whole_runs() -> None:
 
 
 @pytest.mark.multirank
-def test_two_ranks_read_one_request_and_part(tmp_path: Path) -> None:
+def test_two_ranks_read_one_request_and_part(tmp_path: Path, newborns: Callable[[], list[Any]]) -> None:
     found = run_trial("arm", net("run.devices=2", "run.max_steps=30", variation="no_exchange"), tmp_path)
     assert found.ok and found.measurement is not None, found.tail
     assert found.measurement["world_size"] == 2 and found.measurement["total_steps"] == 30
-    assert not psutil.Process().children(recursive=True)
+    assert not newborns()
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_a_rank_that_hangs_ends_them_all(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_them_all(tmp_path: Path, newborns: Callable[[], list[Any]]) -> None:
     begun = time.monotonic()
     job = net("run.devices=2", "recipe.at=7", "recipe.does=hang", "recipe.rank=1", "run.max_steps=25")
     found = run_trial("arm", job, tmp_path, limits=Limits(silent_s=20, grace_s=5))
     assert not found.ok and found.cause is not None and time.monotonic() - begun < 120
     assert found.cause.startswith("hung: no step and no output for 20 s at step")
     assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "rank 1 says where it stands"
-    assert not psutil.Process().children(recursive=True)
+    assert not newborns()
