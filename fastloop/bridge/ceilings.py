@@ -106,7 +106,7 @@ class Replay:
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        length = _length(self.inner)
+        length = survey.length(self.inner)
         for number in itertools.count() if length is None else range(length):
             self._each(number % len(self.batches))
             yield _fresh(self.batches[number % len(self.batches)])
@@ -240,7 +240,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
         except StopIteration:
             ended = True
         wanted = most(kept[0]) if len(kept) == 1 else wanted
-    ended = ended or _length(source) == len(kept)
+    ended = ended or survey.length(source) == len(kept)
     if ended and len(kept) > 1 and (samples(kept[-1]) or 0) < (samples(kept[0]) or 0):
         kept.pop()
     if hasattr(iterator, "_shutdown_workers"):
@@ -248,13 +248,6 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     if hasattr(source, "_iterator"):
         source._iterator = None
     return kept
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _fresh(batch: Any) -> Any:

@@ -17,6 +17,8 @@ NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 BODY = "run_training_batch"
 PIECE = "[fastloop]"
 """Before the phases that fastloop's own code runs inside a call of Lightning's."""
+OURS = ("FastLoop", "Beats", "NoExchange", "ProgressLines", "_Signals")
+"""Callbacks that fastloop itself brings: no doing of the user's."""
 _STRATEGY = {"batch_to_device": "h2d", "training_step": "forward", "backward": "backward"}
 _VALIDATION_BEGINS = ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start")
 _VALIDATION_ENDS = ("on_validation_model_train",)
@@ -43,7 +45,7 @@ def phase_of(name: str) -> str | None:
         return _STRATEGY.get(hook)
     if owner.startswith("[LightningModule]") and hook == "optimizer_step":
         return "optimizer"
-    ours = owner.startswith("[Callback]FastLoop")
+    ours = owner.removeprefix("[Callback]").partition("{")[0] in OURS
     if owner.startswith(("[Callback]", "[LightningModule]")) and hook.startswith("on_") and not ours:
         return "callbacks_logging"
     return None

@@ -22,7 +22,6 @@ from fastloop.worked import worked
 SAMPLED = ("h2d", *COMPUTE)
 """Parts that only steps marked in detail tell."""
 MOST_HOOKS = 5
-OURS = tuple(f"[Callback]{name}" for name in ("FastLoop", "Beats", "NoExchange", "ProgressLines", "_Signals"))
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
 
 
@@ -115,8 +114,6 @@ def _hooks(watch: Watch, window: Window) -> dict[str, float]:
     """The slowest hooks, per step."""
     per_step: defaultdict[str, float] = defaultdict(float)
     for name, seconds in watch.hooks_s.items():
-        if name.startswith(OURS):
-            continue
         hook = name if name == SELF_LOG else name.rpartition(".")[2]
         inside = hook.startswith(IN_THE_BODY)
         steps, scale = (window.detailed_steps, window.of_detailed) if inside else (window.steps, 1.0)

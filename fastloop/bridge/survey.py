@@ -183,7 +183,7 @@ def _outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
 def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
     """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only."""
     if not isinstance(loader, DataLoader):
-        return LoaderFacts(kind=type(loader).__name__, is_dataloader=False, map_style=False, batches=_length(loader),
+        return LoaderFacts(kind=type(loader).__name__, is_dataloader=False, map_style=False, batches=length(loader),
                            stateful=hasattr(loader, "state_dict"))  # fmt: skip
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
@@ -195,7 +195,7 @@ def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
     return LoaderFacts(
         kind=type(loader).__name__, map_style=not isinstance(loader.dataset, IterableDataset),
         num_workers=loader.num_workers, pin_memory=loader.pin_memory, batch_size=_batch_size(loader),
-        batches=_length(loader), auto_collates=loader.batch_sampler is not None,
+        batches=length(loader), auto_collates=loader.batch_sampler is not None,
         custom_collate=loader.collate_fn is not default, start_method=str(method),
         persistent_workers=loader.persistent_workers, stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
@@ -211,7 +211,8 @@ def _batch_size(loader: DataLoader[Any]) -> int | None:
     return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
 
 
-def _length(loader: Any) -> int | None:
+def length(loader: Any) -> int | None:
+    """Batches an epoch; None for a loader without a length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

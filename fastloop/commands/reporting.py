@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
-from typing import Any
 
 from fastloop.commands.answer import Answer
 from fastloop.commands.outdir import ROOT
+from fastloop.commands.readback import read
 from fastloop.errors import ConfigError
 from fastloop.report import files
 from fastloop.shipped import is_file
@@ -26,7 +25,7 @@ def report(run_dir: str) -> Answer:
     text = path / "report.md"
     if not is_file(text):
         raise ConfigError(got=f"run directory {run_dir}", why="it holds no report.md", do=_instead(path))
-    parts = {name: _read(path / f"{name}.json") for name in ("plan", "measurement", "verdicts", "findings")}
+    parts = {name: read(path / f"{name}.json") for name in ("plan", "measurement", "verdicts", "findings")}
     content = files.run_json(str(path), **parts)
     return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
 
@@ -34,15 +33,6 @@ def report(run_dir: str) -> Answer:
 def to_open(run_dir: str) -> str:
     """The file to open of a run that `report` has shown: the page where there is one."""
     return str(files.report_in(Path(run_dir)) or run_dir)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """One of its records; None where it is missing or broken, so that the others can still be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _instead(path: Path) -> str:

@@ -33,6 +33,7 @@ FORWARD, BACKWARD = "[Strategy]DDPStrategy.training_step", "[Strategy]DDPStrateg
     ("[LightningModule]Net.on_validation_model_train", "end:validation"),
     ("[Callback]Bar.on_train_epoch_end", "begin:epoch_gap"), ("[LightningModule]Net.on_train_epoch_end",
                                                               "begin:epoch_gap"),
+    ("[Callback]Beats.on_train_batch_end", None), ("[Callback]BeatsOfMine.on_train_batch_end", "callbacks_logging"),
     ("[Callback]FastLoop.on_train_batch_end", None), ("[Strategy]X.validation_step", None),
     ("run_training_epoch", None),
     ("[LightningModule]Net.configure_gradient_clipping", None), ("[LightningModule]Net.optimizer_zero_grad", None),

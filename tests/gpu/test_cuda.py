@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.planted import cycles_per_ms
 from fastloop import FastLoop
 from tests.models import Regression, distance, loader, weights
 from tests.models import trainer as quiet_trainer
@@ -238,16 +239,6 @@ class Busy(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def cycles_per_ms() -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(100_000_000)
-    begin.record()
-    torch.cuda._sleep(100_000_000)
-    end.record()
-    end.synchronize()
-    return 100_000_000 / begin.elapsed_time(end)
 
 
 class Slow(Dataset[torch.Tensor]):

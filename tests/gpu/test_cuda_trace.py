@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.planted import cycles_per_ms
 from fastloop.evidence.trace import NAME, TraceWindow
 from fastloop.traces import kernels
 
@@ -40,16 +41,6 @@ def within(window: TraceWindow, phase: str, work: Callable[[], Any]) -> None:
     window.push(phase)
     work()
     window.pop()
-
-
-def cycles_per_ms() -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(100_000_000)
-    begin.record()
-    torch.cuda._sleep(100_000_000)
-    end.record()
-    end.synchronize()
-    return 100_000_000 / begin.elapsed_time(end)
 
 
 @pytest.fixture(scope="module")
