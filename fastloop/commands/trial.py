@@ -25,8 +25,10 @@ from fastloop.errors import ConfigError
 from fastloop.report import files
 from fastloop.secrets import Scrubber
 
-Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", "rates"]
-"""What a trial changes: see `bridge/ceilings.py`."""
+Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", "rates", "gradients", "loader"]
+"""What a trial changes: see `bridge/ceilings.py`. ``flops``, ``rates``, ``gradients`` and ``loader`` answer something
+else than a measurement of a training."""
+ANSWERING = ("flops", "rates", "gradients", "loader")
 
 CHILD = "fastloop.commands.trial_child"
 TRIAL, ANSWER = "trial.json", "answer.json"
@@ -53,6 +55,10 @@ class Job:
     variation: Variation = "as_it_is"
     hunt_syncs: bool = False
     """Name the lines of the user's code at which the device is waited for."""
+    ledger: bool = False
+    """Write down which samples each optimizer step saw, see `bridge/ledger.py`."""
+    reference: str | None = None
+    """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Job:
@@ -129,7 +135,7 @@ def run_trial(name: str, job: Job, run_dir: Path, *, limits: Limits | None = Non
                                     stdin=request, stacks=True, progress=say)  # fmt: skip
     measurement, answer = read(run_dir / "measurement.json"), read(run_dir / ANSWER)
     cause = ended.cause and _in_its_words(ended.cause, ended.tail)
-    if cause is None and (measurement if job.variation not in ("flops", "rates") else answer) is None:
+    if cause is None and (measurement if job.variation not in ANSWERING else answer) is None:
         cause = "it ended without a result"
     trial = Trial(name=name, ok=cause is None, cause=cause and hide(cause), seconds=ended.seconds, run_dir=run_dir,
                   code=ended.code, last_step=ended.last_step, tail=hide(ended.tail) if cause else "",

@@ -1,0 +1,68 @@
+"""The arms of an experiment: what is trained again and again, told apart by a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fastloop.commands.supervise import Limits
+from fastloop.commands.trial import Job, Trial, Variation, run_trial
+from fastloop.config import Config
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is asked of one training of an arm."""
+
+    seed: int = 0
+    """Added to the arm's own ``run.seed``."""
+    steps: int | None = None
+    """Optimizer steps; None: as many as the arm has."""
+    warmup: int | None = None
+    """Of them, before the window; None: as the arm has it."""
+    variation: Variation = "as_it_is"
+    ledger: bool = False
+    """Write down which samples each optimizer step saw."""
+    reference: Path | None = None
+    """Of ``gradients``: the directory of the trial to compare with."""
+
+
+class Arm(Protocol):
+    """One side of an experiment."""
+
+    @property
+    def name(self) -> str: ...
+
+    def config(self) -> Config:
+        """Its checked configuration; of a script, that of the callback that is put into it. Raises ConfigError."""
+
+    def run(self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None,
+            progress: Progress | None = None) -> Trial:  # fmt: skip
+        """Train in a fresh process, to its end or to a limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigArm:
+    """An arm that is a configuration: a recipe with patches."""
+
+    name: str
+    job: Job
+
+    def config(self) -> Config:
+        return self.job.config()
+
+    def run(self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None,
+            progress: Progress | None = None) -> Trial:  # fmt: skip
+        """Train in a fresh process, to its end or to a limit."""
+        overrides = [f"run.seed={self.config().run.seed + ask.seed}"]
+        if ask.steps is not None:
+            overrides.append(f"run.max_steps={ask.steps}")
+        if ask.warmup is not None:
+            overrides.append(f"watch.warmup_steps={ask.warmup}")
+        job = self.job.but(*overrides, variation=ask.variation, ledger=ask.ledger,
+                           reference=None if ask.reference is None else str(ask.reference))  # fmt: skip
+        return run_trial(label, job, folder, limits=limits, progress=progress)
