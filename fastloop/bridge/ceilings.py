@@ -25,6 +25,7 @@ from fastloop import facts as machine
 from fastloop.bridge import survey, training
 from fastloop.bridge.beats import Beats, hear_only
 from fastloop.bridge.callback import FastLoop
+from fastloop.bridge.ledger import Ledger
 from fastloop.config import Config
 from fastloop.errors import FastLoopError
 from fastloop.feeds.device import DeviceFeed
@@ -41,12 +42,14 @@ MEMORY_SHARE = 1 / 32
 """Share of the host's, and of the device's free memory that they may take, over the ranks of a machine."""
 
 
-def train(config: Config, out: Path, variation: str, *, beat: Path | None = None, hunt_syncs: bool = False) -> FastLoop:
+def train(config: Config, out: Path, variation: str, *, beat: Path | None = None, hunt_syncs: bool = False,
+          ledger: bool = False) -> FastLoop:  # fmt: skip
     """One training as configured, or with one cost taken away.
 
     Args:
         variation: a Ceiling, or ``as_it_is``.
         beat: the file that gets the step, see `beats.py`.
+        ledger: write down which samples each optimizer step saw, see `ledger.py`.
 
     Raises:
         FastLoopError: as `training.train`, and where this training has no such cost or it cannot be taken away.
@@ -59,6 +62,8 @@ def train(config: Config, out: Path, variation: str, *, beat: Path | None = None
         if beat is not None:
             Beats.into(trainer, beat)
         take_away(trainer, variation)
+        if ledger:
+            Ledger.into(trainer, out)
 
     return training.train(config, out, prepare=prepare)
 

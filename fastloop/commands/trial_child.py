@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,18 @@ def asked() -> dict[str, Any]:
 
 
 def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
-    from fastloop.bridge import ceilings, counting  # here, so that a wrong key is reported before torch is imported
+    # Imported here, so that a wrong key is reported before torch is imported.
+    from fastloop.bridge import ceilings, counting, gradients, loading
 
-    if job.variation == "rates":
-        return counting.rates()
     beat = out / supervise.BEAT
-    if job.variation == "flops":
-        return counting.flops(config, beat)
-    ceilings.train(config, out, job.variation, beat=beat, hunt_syncs=job.hunt_syncs)
+    answering: dict[str, Callable[[], Mapping[str, Any]]] = {
+        "rates": counting.rates, "flops": lambda: counting.flops(config, beat),
+        "loader": lambda: loading.measure(config, beat),
+        "gradients": lambda: gradients.measure(config, out, beat, job.reference and Path(job.reference)),
+    }  # fmt: skip
+    if job.variation in answering:
+        return answering[job.variation]()
+    ceilings.train(config, out, job.variation, beat=beat, hunt_syncs=job.hunt_syncs, ledger=job.ledger)
     return None
 
 
