@@ -20,7 +20,7 @@ from pathlib import Path
 
 from recipes import DATA, FULL
 
-LIMIT_S = 400
+LIMIT_S = 480
 STEPS = {"resnet50:naive": (40, 6), "resnet50:full": (170, 20), "gpt2:naive": (14, 4), "gpt2:full": (70, 10),
          "cifar10:naive": (420, 30), "cifar10:full": (1400, 60)}  # fmt: skip
 """Optimizer steps and warm-up: windows of ten seconds or more, for the energy counter."""
