@@ -1,7 +1,7 @@
 """Compile the model's inner modules with Inductor, in place.
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
-Costs           seconds to minutes at the first step, and again for each new shape (a ragged last batch, evaluation).
+Costs           seconds to minutes at the first step and for each new shape; an epoch's short last batch runs eager.
 Don't use when  a run is shorter than the compile time pays back, or shapes change at every step.
 Evidence        graphs Dynamo captured since the rung was applied, with recompiles and graph breaks by cause
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
@@ -9,18 +9,18 @@ Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.htm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence import graphs
+from fastloop.feeds.ragged import EagerWhenShort
 from fastloop.measurement import Measurement
 from fastloop.records import Action, Applied, Change, Facts, Verdict
 
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes that replay CUDA graphs, whose static buffers accumulation would overwrite (pytorch #169545)."""
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # accumulation would overwrite their buffers (pytorch #169545)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class Compile:
         if several and self.mode in CUDA_GRAPHS and facts.device == "cuda":
             raise NotApplicable(f"mode {self.mode} replays CUDA graphs, which overwrite gradients under accumulation;"
                                 " write mode: default")  # fmt: skip
-        names = [name or "the module's own forward" for name in facts.compile_targets]
-        return Change(parity="approximate", evaluation=True,
-                      actions=(Action(keys=("model.compile",), when="model", do=self._compile),),
-                      notes=(f"compiles {', '.join(names[:4])} at the first step",))  # fmt: skip
+        names = ", ".join([name or "the module's own forward" for name in facts.compile_targets][:4])
+        action = Action(keys=("model.compile",), when="model", do=self._compile)
+        return Change(parity="approximate", evaluation=True, actions=(action,),
+                      notes=(f"compiles {names} at the first step",))  # fmt: skip
 
     def _compile(self, site: Any) -> Applied:
         before, codes = graphs.count(), dict[Any, CodeType]()
@@ -61,7 +61,8 @@ class Compile:
 
         def probe() -> Mapping[str, Any]:
             failures = [call.failure for call in calls if call.failure]
-            return {**graphs.since(before), "graphs": sum(call.graphs for call in calls), "failures": failures}
+            return {**graphs.since(before), "graphs": sum(call.graphs for call in calls), "failures": failures,
+                    "eager_calls": max(call.compiled.eager for call in calls)}  # fmt: skip
 
         return Applied(undo=undo, probe=probe)
 
@@ -76,16 +77,15 @@ class Compile:
         why = [f"{count} graphs captured" if count else "0 graphs captured: nothing was compiled"]
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
+        why += [f"{eager} short batches ran eager"] if (eager := evidence.get("eager_calls")) else []
         if evidence["limit_hit"]:
             why.append("recompile limit hit: running eager from there")
         return Verdict(took=count > 0 and not evidence["limit_hit"], why="; ".join(why))
 
 
 class _Call:
-    """A module's calls by way of a compiled function, and back to eager for good should the backend fail.
-
-    ``module.compile()`` captures nothing for torch's own classes (nn.Sequential and friends are on Dynamo's skip
-    list); a plain function around ``_call_impl`` is captured for every class."""
+    """A module's calls by way of a compiled function, and back to eager for good should the backend fail. A plain
+    function around ``_call_impl``, since ``module.compile()`` captures nothing for torch's own nn.Sequential."""
 
     def __init__(self, module: Any, name: str, settings: Compile, codes: dict[Any, CodeType]) -> None:
         import torch
@@ -99,8 +99,8 @@ class _Call:
         # object, and with it their graphs; all others, and every later fit, get one of their own.
         alike = (type(module), *(parameter.shape for parameter in module.parameters()))
         call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
-        mode = None if settings.mode == "default" else settings.mode
-        self.compiled: Callable[..., Any] = torch.compile(call, mode=mode, dynamic=settings.dynamic)
+        settled = torch.compile(call, mode=None if settings.mode == "default" else settings.mode, dynamic=settings.dynamic)
+        self.compiled = EagerWhenShort(module, settled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException

@@ -169,6 +169,18 @@ def test_takes(kind: Any, backend: list[str]) -> None:
     assert verdict(watcher, "compile").why.startswith(f"{len(backend)} graphs captured")
 
 
+def test_the_short_last_batch_of_an_epoch_gets_no_graph(backend: list[str]) -> None:
+    pairs = torch.utils.data.TensorDataset(torch.randn(42, 8), torch.randn(42, 1))  # ten batches of 4, one of 2
+    train = torch.utils.data.DataLoader(pairs, batch_size=4)
+    watcher, _ = fit(COMPILE, seeded(), train, max_epochs=2)
+    assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 2
+    assert verdict(watcher, "compile").why == "1 graphs captured; 2 short batches ran eager"
+    backend.clear()
+    few = torch.utils.data.DataLoader(torch.utils.data.Subset(pairs, range(18)), batch_size=4)  # one of five is short
+    watcher, _ = fit(COMPILE, seeded(), few, max_epochs=2)
+    assert len(backend) > 1 and not evidence(watcher, "compile")["eager_calls"]
+
+
 def test_torchs_own_compile_misses_a_bare_sequential(backend: list[str]) -> None:
     module = seeded()
     module.net.compile()
