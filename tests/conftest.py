@@ -48,14 +48,18 @@ def _threads(before: set[threading.Thread]) -> list[str]:
             and not thread.daemon and not thread.name.startswith(_ALLOWED_THREADS)]  # fmt: skip
 
 
+_KEPT = ("compile_worker", "resource_tracker", "forkserver", "orted")
+"""Kept for the life of the process: Inductor's pool, Python's resource tracker and fork server, and the daemon of an
+Open MPI that Lightning starts by asking whether it is under one."""
+
+
 def _children(before: set[int]) -> list[str]:
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
             command = " ".join(child.cmdline())
-            # Inductor keeps a pool of compile workers for the life of the process, Python one resource tracker.
             ours = child.pid not in before and child.status() != psutil.STATUS_ZOMBIE
-            if ours and not any(name in command for name in ("compile_worker", "resource_tracker", "forkserver")):
+            if ours and not any(name in command for name in _KEPT):
                 found.append(f"{child.pid} {command[:100]}")
         except psutil.NoSuchProcess:
             continue

@@ -13,7 +13,7 @@ from fastloop.bridge import live
 from fastloop.bridge.later import Later
 from fastloop.bridge.logmarks import LogMarks
 from fastloop.bridge.looks import CountWork, FindSyncs, HuntSyncs, Trace
-from fastloop.bridge.measuring import measured
+from fastloop.bridge.measuring import GARBAGE, measured
 from fastloop.bridge.metrics import LiveMetrics
 from fastloop.bridge.profiler import WatchingProfiler
 from fastloop.bridge.ranks import LIMIT_S, PARTIAL_LIMIT_S, Ranks
@@ -141,6 +141,7 @@ class Eyes:
             return seen
         own = {name: getattr(seen, name) for name in ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s",
                                                       "lead_ms", "gpu", "steps")}  # fmt: skip
+        own["garbage_ms"] = (seen.evidence.get(GARBAGE) or {}).get("ms_per_step")
         found = self._ranks.gather(own, PARTIAL_LIMIT_S if partial else LIMIT_S)
         why = self._ranks.why if self._ranks.rank == 0 else None
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))

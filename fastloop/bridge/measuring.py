@@ -22,6 +22,8 @@ from fastloop.worked import worked
 SAMPLED = ("h2d", *COMPUTE)
 """Parts that only steps marked in detail tell."""
 MOST_HOOKS = 5
+GARBAGE = "garbage_collection"
+"""Among the evidence: what passes of Python's collector cost a step, as a part of ``host_other``, and how many."""
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
 
 
@@ -47,6 +49,9 @@ def measured(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapp
     world_size, traced = int(about.get("world_size", 1)), about.get("kernels") or {}
     timed = {"first_step": watch.clock.opened_at + 1, **_rates(watch, window, world_size),
              **_times(window, traced.get("comm_exposed_ms") if world_size > 1 else None)}  # fmt: skip
+    if watch.garbage.passes:
+        common["evidence"] = {**evidence, GARBAGE: {"ms_per_step": 1e3 * window.garbage_s,
+                                                    "passes": watch.garbage.passes}}  # fmt: skip
     seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], world_size)})
     rates = about.get("rates")
     return worked(seen, gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),

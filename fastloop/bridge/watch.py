@@ -17,6 +17,7 @@ from fastloop.bridge.marks import Marks
 from fastloop.bridge.tokens import Tokens
 from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock, Window
+from fastloop.evidence.garbage import Garbage
 from fastloop.evidence.losses import LossLog
 from fastloop.feeds.tree import samples
 
@@ -68,7 +69,7 @@ class Watch:
                  extras: Sequence[Extra] = ()) -> None:  # fmt: skip
         self.device, self.settings, self._owed, self.board = device, settings, owed, board
         self.clock = Clock(device, settings.warmup_steps)
-        self.marks = Marks(self.clock)
+        self.marks, self.garbage = Marks(self.clock), Garbage(self.clock)
         self.losses, self.tokens = LossLog(), Tokens()
         self.ends_at: int | None = None
         """Optimizer steps this fit will have made, where the Trainer knows."""
@@ -151,6 +152,7 @@ class Watch:
             with suppress(Exception):  # what fails may be the very reason for giving up
                 look.give_up()
         self.marks.around_work = self.marks.around_forward = self.marks.ranges = None
+        self.garbage.stop()
         for clock in (self.clock, self.marks.clock):
             clock.stop()
         if self.board is not None:
@@ -186,6 +188,7 @@ class Watch:
     def _opens(self) -> None:
         self._opened_at = time.monotonic()
         self.owed = (self._owed(), None)
+        self.garbage.start()
         if self.board is not None:
             self.board.start()
 
@@ -203,6 +206,7 @@ class Watch:
     def _close_window(self) -> None:
         if not self.clock.open:
             return
+        self.garbage.stop()
         self.owed = (self.owed[0], self._owed())
         self.window, self.hooks_s = self.clock.close(), dict(self.marks.hooks_s)
         if self.board is not None:

@@ -7,15 +7,19 @@ findings in place of estimates. All of it ends in one run directory, which reads
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastloop import diagnose as rules
+from fastloop.commands import again
 from fastloop.commands.answer import Answer
+from fastloop.commands.disk import writing
 from fastloop.commands.headspace import failed, wanted
 from fastloop.commands.outdir import ROOT, claim
 from fastloop.commands.readback import measurement_from, plan_from, read, verdicts_from
+from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, clear, run_trial
 from fastloop.config import Config
@@ -46,6 +50,7 @@ def diagnose(target: str, *, more: Sequence[str], overrides: Sequence[str], sync
     Raises:
         ConfigError: `target` is neither, or options do not go with it; nothing was trained.
         Failed: the training as it is failed.
+        FastLoopError: the run directory cannot be written any more.
     """
     where = run_directory(target)
     if where is None:
@@ -53,8 +58,9 @@ def diagnose(target: str, *, more: Sequence[str], overrides: Sequence[str], sync
     given = {"--config": more, "KEY=VALUE": overrides, "--syncs": syncs, "--trace": trace, "--out": out}
     if wrong := [name for name, value in given.items() if value]:
         got = f"{', '.join(wrong)} with the run directory {where}"
-        raise ConfigError(got=got, why="a run that is over stays as it was",
-                          do=f"run it again: fastloop diagnose {where}/config.resolved.yaml")  # fmt: skip
+        conf = again.configuration(where)
+        do = again.by_script(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
+        raise ConfigError(got=got, why="a run that is over stays as it was", do=do)
     return _of_run(where)
 
 
@@ -67,7 +73,7 @@ def run_directory(target: str) -> Path | None:
     path = Path(target)
     if path.name in ("report.md", "report.html", "measurement.json") and is_file(path):
         path = path.parent
-    if ("/" not in target and target in shipped("recipes")) or not path.is_dir():
+    if ("/" not in target and target in shipped("recipes")) or not os.path.isdir(path):  # noqa: PTH112 (Path's raises)
         return None
     if not is_file(path / "measurement.json"):
         do = f"write a configuration, or the directory that fastloop run printed, below {ROOT}/"
@@ -113,24 +119,27 @@ def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ..
     asked = (*overrides, "watch.enabled=true", *([] if trace is None else [f"watch.trace_steps={trace}"]))
     job = Job(conf=conf, more=more, overrides=asked, hunt_syncs=syncs)
     config, limits = job.config(), Limits(total_s=limit_s)
+    check_recipe_keys(config)
     place = claim(config.name, out, force=force)
     try:
-        longer = job.but(f"run.max_steps={config.run.max_steps + beyond(syncs, trace)}")
-        base = run_trial("as it is", longer, place.path, limits=limits, progress=progress)
-        if not base.ok:
-            if base.code == 2:
-                clear(place.path)
-            raise failed(base)
-        seen = measurement_from(base.measurement or {})
-        trials = []
-        for name, asks in _further(job, config, seen):
-            trials.append(run_trial(name, asks, place.path / TRIALS / name, limits=limits, progress=progress))
-            seen = with_trial(seen, trials[-1])
+        with writing(place.path):
+            longer = job.but(f"run.max_steps={config.run.max_steps + beyond(syncs, trace)}")
+            base = run_trial("as it is", longer, place.path, limits=limits, progress=progress)
+            if not base.ok:
+                if base.code == 2:
+                    clear(place.path)
+                raise failed(base)
+            seen = measurement_from(base.measurement or {})
+            trials = []
+            for name, asks in _further(job, config, seen):
+                trials.append(run_trial(name, asks, place.path / TRIALS / name, limits=limits, progress=progress))
+                seen = with_trial(seen, trials[-1])
     finally:
         place.give_back()
     plan = plan_from(read(place.path / "plan.json") or {})
     verdicts = verdicts_from(read(place.path / "verdicts.json") or {})
-    rewrite(place.path, config, seen, plan, verdicts)
+    with writing(place.path):
+        rewrite(place.path, config, seen, plan, verdicts)
     notes = [f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok]
     return _told(place.path, config.name, seen, plan, verdicts, notes, trials=[each.row() for each in (base, *trials)])
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fastloop.commands import again
 from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.disk import writing
 from fastloop.commands.outdir import claim
+from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, forget, run_trial
 from fastloop.config import Config
+from fastloop.errors import ConfigError
 from fastloop.measurement import CEILINGS
 from fastloop.report import files
 from fastloop.report.summary import short
@@ -49,24 +54,39 @@ def headspace(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
         Failed: the training as it is failed.
+        FastLoopError: the run directory cannot be written any more.
     """
+    if again.is_run(conf):
+        raise _of_a_run(Path(conf))
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config, limits = job.config(), Limits(total_s=limit_s)
+    check_recipe_keys(config)
     place = claim(config.name, out, force=force)
+
+    def trial(name: str, changed: Job) -> Trial:
+        return run_trial(name, changed, place.path / name, limits=limits, progress=progress)
+
     try:
-        first = run_trial(FIRST, job, place.path / FIRST, limits=limits, progress=progress)
-        if not first.ok:
-            if first.code == 2:
-                forget(first.run_dir)
-            raise failed(first)
-        ceilings = {name: run_trial(name, job.but(variation=name), place.path / name, limits=limits, progress=progress)
-                    for name in wanted(config)}  # fmt: skip
-        again = run_trial(LAST, job, place.path / LAST, limits=limits, progress=progress)
+        with writing(place.path):
+            first = trial(FIRST, job)
+            if not first.ok:
+                if first.code == 2:
+                    forget(first.run_dir)
+                raise failed(first)
+            ceilings = {name: trial(name, job.but(variation=name)) for name in wanted(config)}
+            content = told(str(place.path), (first, trial(LAST, job)), ceilings, config)
+            files.write(place.path, {NAME: files.dump(content)})
     finally:
         place.give_back()
-    content = told(str(place.path), (first, again), ceilings, config)
-    files.write(place.path, {NAME: files.dump(content)})
     return Answer(text="\n".join(lines(content, config.name)), json=content)
+
+
+def _of_a_run(where: Path) -> ConfigError:
+    conf = again.configuration(where)
+    do = f"run fastloop headspace {conf}" if conf is not None else \
+        f"name a configuration with a recipe; {again.CONFIGURATION} of this run has none"  # fmt: skip
+    return ConfigError(got=f"the run directory {where}", do=do,
+                       why="ceilings are measured by training, and that takes a configuration")  # fmt: skip
 
 
 def wanted(config: Config) -> tuple[str, ...]:

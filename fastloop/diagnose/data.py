@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from fastloop.diagnose.naming import NO_GAIN_PCT, ORDINARY_MS, device, named, per_step, share_pct, times
-from fastloop.diagnose.reading import measured_gain_pct, number
+from fastloop.diagnose.reading import measured_gain_pct, micro_batches, number
 from fastloop.diagnose.remedies import Remedy, available, choose
 from fastloop.diagnose.split import WORTH_NAMING_PCT, part_ms
 from fastloop.measurement import Measurement
 from fastloop.records import Finding
 
+HAND_OVER_MS = 0.5
+"""What taking a batch from a worker costs the training process: 0.2 to 0.5 ms, more where all CPUs are busy. What is
+made in less gains nothing by being made elsewhere."""
 MORE_WORTH = 1.25
 """Workers that could be had for each there is, from which on more of them are advised."""
 
@@ -27,8 +30,7 @@ def h2d(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
     """Copies to the device that nothing hides."""
     copies = part_ms(seen, "h2d")
     facts = f"moving batches to the {device(seen)} took {per_step(seen, copies)}"
-    resident, replayed = (number(seen.ceilings.get(name)) for name in ("resident", "replayed"))
-    measured = max(0.0, 100 * (resident / replayed - 1)) if resident and replayed else None
+    measured = measured_gain_pct(seen, "resident", over="replayed")
     if seen.device == "cuda":
         instead = "send fewer bytes: integers instead of floats, converted on the device"
         remedy = choose(seen, enabled, ("pin", "prefetch"), instead, together=True)
@@ -56,6 +58,11 @@ def _feed(seen: Measurement, enabled: tuple[str, ...]) -> Remedy:
     loader = seen.evidence.get("loader") or {}
     workers, cpus = loader.get("num_workers"), loader.get("usable_cpus")
     if available(seen, enabled, "workers"):
+        made = _made_in_ms(seen)
+        if made is not None and made < HAND_OVER_MS:
+            return Remedy(None, f"no rung helps: a batch is there after {made:.2f} ms, and taking it from a worker"
+                                f" would cost up to {HAND_OVER_MS} ms; a dataset with __getitems__ makes a whole batch"
+                                " at once")  # fmt: skip
         return Remedy({"rungs": {"workers": {"enabled": True}}}, f"the loader has 0 workers, {cpus} CPUs are usable")
     if workers == 0 and "workers" in enabled:
         return Remedy(None, "no rung helps: workers is on but could not apply (its verdict says why)")
@@ -70,6 +77,14 @@ def _feed(seen: Measurement, enabled: tuple[str, ...]) -> Remedy:
         return Remedy(None, f"no further rung helps: num_workers={workers} and {cpus} CPUs are usable: {how}")
     return Remedy(None, f"no rung of this version helps: num_workers={workers} on {cpus} CPUs is not enough;"
                         " cheapen the transforms")  # fmt: skip
+
+
+def _made_in_ms(seen: Measurement) -> float | None:
+    """What the host spends on getting a batch: on a GPU more than the device waits for it."""
+    spent = number(seen.host_ms.get("data_wait"))
+    if spent is None and seen.device != "cuda":
+        spent = part_ms(seen, "data_wait")
+    return None if spent is None else spent / micro_batches(seen)
 
 
 def _most_workers(seen: Measurement) -> int | None:

@@ -69,12 +69,22 @@ def syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
     return [line for cost, line in sorted(dear, key=lambda pair: pair[0], reverse=True) if cost[0] or cost[1] >= OFTEN]
 
 
-def measured_gain_pct(seen: Measurement, ceiling: str) -> float | None:
-    """What a trial without one cost gained over this run. A little less than nothing is 0.
+def garbage_ms(seen: Measurement) -> float:
+    """What passes of Python's garbage collector cost a step, a part of ``host_other``; 0 where none was seen."""
+    found = seen.evidence.get("garbage_collection") or {}
+    return min(number(found.get("ms_per_step")) or 0.0, number(seen.parts_ms.get("host_other")) or 0.0)
 
-    None without such a trial, and where it was so much slower than the run that something else disturbed it.
+
+def measured_gain_pct(seen: Measurement, ceiling: str, over: str | None = None) -> float | None:
+    """What a trial without one cost gained over this run, or over another trial. A little less than nothing is 0.
+
+    None without such trials, and where one was so much slower than what it is held against, or than the run, that
+    something else disturbed it.
     """
     best, now = number(seen.ceilings.get(ceiling)), number(seen.samples_per_s)
+    if over is not None:
+        disturbed = None in (measured_gain_pct(seen, ceiling), measured_gain_pct(seen, over))
+        now = None if disturbed else number(seen.ceilings.get(over))
     if not best or not now or best < DISTURBED * now:
         return None
     return max(0.0, 100 * (best / now - 1))

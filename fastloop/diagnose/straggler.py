@@ -1,4 +1,7 @@
-"""Which rank makes the others wait? A rank's own time is its step without the wait for slower ranks in its backward."""
+"""Which rank makes the others wait? A rank's own time is its step without the wait for slower ranks in its backward.
+
+Passes of Python's garbage collector are left out of it: in a short fit one of them would name the rank it came to.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,9 @@ def straggler(seen: Measurement) -> Straggler | None:
     found = [rank for rank in seen.ranks if number(_parts(rank).get("backward")) is not None]
     if step is None or len(found) < 2 or len(found) < len(seen.ranks):
         return None
-    least = min(float(_parts(rank)["backward"]) for rank in found)
-    own = [max(0.0, (_step(rank) or step) - (float(_parts(rank)["backward"]) - least)) for rank in found]
+    least = min(_backward(rank) for rank in found)
+    own = [max(0.0, (_step(rank) or step) - (_backward(rank) - least) - _garbage(rank))
+           for rank in found]  # fmt: skip
     at = max(range(len(own)), key=own.__getitem__)
     excess = min(step, own[at] - statistics.median(own[:at] + own[at + 1 :]))
     if excess < WORTH_SHARE * step:
@@ -52,12 +56,23 @@ def _slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, flo
         mine = number(_parts(found[at]).get(part)) or 0.0
         return mine, statistics.median(number(_parts(rank).get(part)) or 0.0 for rank in others)
 
-    part = max(PARTS, key=lambda name: gap(name)[0] - gap(name)[1])
+    part = max((name for name in PARTS if name != "comm_exposed"), key=lambda name: gap(name)[0] - gap(name)[1])
     return part, *gap(part)
 
 
 def _parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
-    return rank.get("parts_ms") or {}
+    parts = rank.get("parts_ms") or {}
+    loop = number(parts.get("host_other"))
+    return parts if loop is None else {**parts, "host_other": max(0.0, loop - _garbage(rank))}
+
+
+def _backward(rank: Mapping[str, Any]) -> float:
+    """With the exchange, as far as a trace of that rank told it apart: who waits for others does it in there."""
+    return float(_parts(rank)["backward"]) + (number(_parts(rank).get("comm_exposed")) or 0.0)
+
+
+def _garbage(rank: Mapping[str, Any]) -> float:
+    return number(rank.get("garbage_ms")) or 0.0
 
 
 def _step(rank: Mapping[str, Any]) -> float | None:

@@ -32,7 +32,8 @@ class Cause:
     kind: str
     """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback."""
     name: str | None = None
-    """Of the metric, or of the callback."""
+    """Of the metric; or of the callback, with how often its user wants it: ``ModelCheckpoint(every_n_train_steps=50)``.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +177,15 @@ def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause 
     if ".callbacks.progress" in module:
         return Cause(kind="prog_bar")
     if ".callbacks." in module:
-        return Cause(kind="callback", name=type(metric).__name__ if metric is not None else None)
+        return Cause(kind="callback", name=None if metric is None else _as_configured(metric))
     return None
+
+
+def _as_configured(callback: Any) -> str:
+    """A callback as its user wrote it, as far as that says how often it comes."""
+    every = ((name, getattr(callback, f"_{name}", None)) for name in ("every_n_train_steps", "every_n_epochs"))
+    given = ", ".join(f"{name}={number}" for name, number in every if isinstance(number, int) and number > 0)
+    return type(callback).__name__ + (f"({given})" if given else "")
 
 
 def logged_name(frame: FrameType | None, tensor: Any) -> str | None:

@@ -50,6 +50,8 @@ class _Mark:
     """When the host saw that the device had passed it."""
     hooks_s = 0.0
     """Of a `got`: host time in hooks since the last mark."""
+    collected_s = collected_before = 0.0
+    """Host time of the garbage collector's since the last mark, and what of it passed before the loop `asked`."""
 
     def __init__(self, at: float, event: Any, phase: str, body: bool, detailed: bool) -> None:
         self.at, self.event, self.body, self.detailed = at, event, body, detailed
@@ -79,6 +81,8 @@ class Clock:
         """The loop has a batch and its work is not issued yet."""
         self.hooks_s = 0.0
         """Host time in hooks that have no marks of their own, to be added to by who runs them."""
+        self.collected_s = self._collected_before = 0.0
+        """The same of the garbage collector's passes, wherever they come; and those before the loop asked."""
         self.account = Account()
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
@@ -106,7 +110,7 @@ class Clock:
             if self.closed or not self._warm():
                 return
             self._begin()
-        self._asked = now()
+        self._asked, self._collected_before = now(), self.collected_s
         if (not self.detailed or self.hooks_s) and self.phase == IDLE and not self.in_body and not self._stack:
             return  # one mark will do, and hooks without marks are told apart there
         self.enter("epoch_gap" if self._base == "epoch_gap" else "data_wait")
@@ -127,6 +131,7 @@ class Clock:
         if asked > 0:
             mark = self._waiting[-1]
             mark.asked, mark.hooks_s = asked, self.hooks_s
+            mark.collected_before = min(self._collected_before, mark.collected_s)
         self.hooks_s = 0.0
         self._harvest()
 
@@ -226,8 +231,11 @@ class Clock:
             mark.off_cpu = off_cpu_s()
         if kind:
             mark.kind = kind
+        if self.collected_s:
+            mark.collected_s, self.collected_s = self.collected_s, 0.0
         if self.hooks_s and before == IDLE and kind != "got":
             mark.asked, mark.hooks_s, self.hooks_s = mark.at, self.hooks_s, 0.0
+            mark.collected_before = mark.collected_s
         self._waiting.append(mark)
 
     def _event(self) -> Any:
@@ -264,8 +272,10 @@ class Clock:
             self._spare.append(self._last_event)
             self._last_event, self._event_at = mark.event, position
         if self.account.start is not None:
-            self.account.stretch(before.phase, before.body, before.detailed, position - self._position, starved,
-                                 mark.at - before.at)  # fmt: skip
+            collected = mark.collected_s - mark.collected_before if before.phase not in RARE else 0.0
+            lost = self.account.garbage(collected, self._position - before.at) if collected else 0.0
+            self.account.stretch(before.phase, before.body, before.detailed, position - self._position - lost,
+                                 max(0.0, starved - lost), mark.at - before.at - collected)  # fmt: skip
             if before.phase in COMPUTE and before.off_cpu is not None and mark.off_cpu is not None:
                 self.account.blocked(mark.off_cpu - before.off_cpu)
         if mark.kind == "issued" and self.account.start is not None:
@@ -279,8 +289,10 @@ class Clock:
         """The stretch that ends with hooks without marks of their own: split as the host's time was."""
         before, position = self._last, max(self._position, mark.asked)
         if self.account.start is not None:
-            host, starved = mark.asked - before.at, max(0.0, mark.asked - self._position)
+            collected, starved = mark.collected_before, max(0.0, mark.asked - self._position)
+            host = mark.asked - before.at - collected
             share = min(1.0, mark.hooks_s / host) if host > 0 else 0.0
-            self.account.between(host, starved, share)
+            lost = self.account.garbage(collected, self._position - before.at) if collected else 0.0
+            self.account.between(host, max(0.0, starved - lost), share)
         phase = "data_wait" if mark.kind == "got" else IDLE
         self._position, self._last = position, _Mark(mark.asked, None, phase, False, mark.detailed)

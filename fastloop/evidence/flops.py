@@ -175,6 +175,9 @@ def may_count(module: torch.nn.Module) -> str | None:
     What a compiler fused nobody sees, and in older torch one step under a dispatch mode switches torch.compile off for
     the rest of the process. Ask after at least one whole step, for a function under ``torch.compile`` shows only once
     it has run. A process that may be thrown away counts under ``torch.compiler.set_stance("force_eager")`` instead.
+    In the user's own that is no way out for later fits either: nothing tells beforehand whether a function that was
+    compiled earlier takes part in the step, and if one does, the step would be computed by other code, with other
+    rounding and the memory of eager mode.
     """
     for name, part in module.named_modules():
         where = f"`{name}`" if name else "the module"

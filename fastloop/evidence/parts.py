@@ -42,6 +42,8 @@ class Window:
     trail_s: float | None
     of_detailed: float = 1.0
     """Host time of an average step's work as a share of one's in detail, whose marks cost something."""
+    garbage_s: float = 0.0
+    """Per step: what passes of the garbage collector cost the device, wherever they came; a part of ``host_other``."""
 
     @property
     def data_wait_s(self) -> float:
@@ -94,7 +96,7 @@ class Account:
         self.boundary = 0.0
         """Device time of the latest step's end."""
         self._sums = _Sums()
-        self._told_off_cpu = False
+        self._told_off_cpu, self._garbage = False, 0.0
         self._step_s, self._of_step, self._of_batch = Ring("d"), Ring("q"), Ring("q")
         self._leads, self._trails = Ring("d"), Ring("d")
 
@@ -128,6 +130,14 @@ class Account:
             host_every["callbacks_logging"] += hooks_share * host
         every["host_other"] += (1 - hooks_share) * starved
         host_every["host_other"] += (1 - hooks_share) * host
+
+    def garbage(self, host: float, lead: float) -> float:
+        """The garbage collector held the host up while the device had `lead` seconds of work; what the device lost."""
+        lost = max(0.0, host - max(0.0, lead))
+        self._garbage += lost
+        self._sums.every["host_other"] += lost
+        self._sums.host_every["host_other"] += host
+        return lost
 
     def blocked(self, seconds: float) -> None:
         """Seconds off the processor; may be negative, for readings lag."""
@@ -184,6 +194,7 @@ class Account:
             batch_samples=tuple(self._of_batch.values),
             lead_s=_median(self._leads) if on_device else None, trail_s=_median(self._trails) if on_device else None,
             of_detailed=sums.host_body / self.steps / in_detail if in_detail > 0 else 1.0,
+            garbage_s=self._garbage / self.steps,
         )  # fmt: skip
 
     def _means(self, every: dict[str, float], body: float, *sampled: tuple[dict[str, float], int]) -> dict[str, float]:

@@ -18,13 +18,13 @@ def batches_owed(iterator: Any) -> int | None:
 
     0 while the queue is as full as it can be, also near the end of an epoch, when there is little left to ask for; up
     to ``num_workers * prefetch_factor`` when it is drained. None where it cannot be told.
-    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_tasks_outstanding` are asked for,
-    `_task_info` holds early arrivals, `_data_queue` what the pin thread or the workers have delivered.
+    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_tasks_outstanding` are asked for and not
+    received (a batch that comes before its turn is received), `_data_queue` holds what the pin thread or the workers
+    have delivered.
     """
     if live_workers(iterator) == 0:
         return 0
     try:
-        early = sum(len(info) == 2 for info in iterator._task_info.values())
-        return max(0, int(iterator._tasks_outstanding) - early - int(iterator._data_queue.qsize()))
+        return max(0, int(iterator._tasks_outstanding) - int(iterator._data_queue.qsize()))
     except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
         return None

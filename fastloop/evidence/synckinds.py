@@ -42,7 +42,7 @@ ADVICE: dict[str, str] = {
     "SIGTERM check of Lightning": "nothing in your code: Lightning asks all ranks for a SIGTERM after every batch",
     "loss scaler": "bf16-mixed needs no loss scaler",
     "check for NaN": "detect_anomaly=False outside of debugging",
-    "metric of a callback": "let the callback look less often",
+    "callback of Lightning's": "let it come less often: every_n_train_steps, every_n_epochs, or its own interval",
 }  # fmt: skip
 OTHER_ADVICE = "move it out of the step, or do it every 50 steps"
 
@@ -71,7 +71,7 @@ _TEXTS = tuple((re.compile(pattern), what) for pattern, what in (
 _LOG_CAUSES = {
     "prog_bar": "self.log(prog_bar=True)", "logger": "self.log to a logger", "sync_dist": "self.log(sync_dist=True)",
     "number": "self.log of a number", "sigterm": "SIGTERM check of Lightning", "scaler": "loss scaler",
-    "checks": "check for NaN", "callback": "metric of a callback",
+    "checks": "check for NaN", "callback": "callback of Lightning's",
 }  # fmt: skip
 
 

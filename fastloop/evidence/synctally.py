@@ -84,6 +84,8 @@ def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, LogSite]
         found = _logging(site.cause, name, logs)
         if found is not None and not site.users:
             where = found.where
+        elif site.cause.kind == "callback" and site.cause.name and not site.users:
+            where = site.cause.name  # a line of Lightning's own tells its user nothing
         elif (name or site.cause.name) and not site.users:
             label = f"{what} of {name or site.cause.name}"
     elif site.inside is not None:

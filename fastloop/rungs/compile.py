@@ -99,8 +99,8 @@ class _Call:
         # object, and with it their graphs; all others, and every later fit, get one of their own.
         alike = (type(module), *(parameter.shape for parameter in module.parameters()))
         call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
-        settled = torch.compile(call, mode=None if settings.mode == "default" else settings.mode, dynamic=settings.dynamic)
-        self.compiled = EagerWhenShort(module, settled)
+        mode = None if settings.mode == "default" else settings.mode
+        self.compiled = EagerWhenShort(module, torch.compile(call, mode=mode, dynamic=settings.dynamic))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,3 +209,39 @@ def test_a_profiler_that_is_replaced_is_said_and_the_steps_before_it_stand(step:
     assert seen is not None and (seen.steps, seen.total_steps) == (steps, 16)
     assert (REPLACED in seen.state) == (step < 99) and (seen.first_step == 3 or not steps)
     assert loop.findings[0].title == "NOT MEASURED" or steps
+
+
+# -- the garbage collector --------------------------------------------------------------------------------------------
+
+collects = getattr(gc, "collect")  # noqa: B009 (so that no function here names it: a pass of the collector's own)
+
+
+class Collects(torch.utils.data.Dataset[Any]):
+    """Pairs, and one pass over a million objects when a certain one is asked for."""
+
+    def __init__(self) -> None:
+        self.kept = [[number] for number in range(1_000_000)]
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 150:
+            self.passes += collects() >= 0
+        return torch.ones(8), torch.ones(1)
+
+
+@pytest.mark.parametrize(("listens", "named"), [(True, "host_other"), (False, "data_wait")])
+def test_a_pass_of_the_garbage_collector_is_not_the_loaders(
+    listens: bool, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not listens:
+        monkeypatch.setattr("fastloop.evidence.garbage.Garbage.start", lambda _: None)
+    loop, data, before = FastLoop({"watch": {"warmup_steps": 5}}, quiet=True), Collects(), list(gc.callbacks)
+    made = trainer(callbacks=[loop])
+    made.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=8))
+    assert data.passes == 1 and gc.callbacks == before and loop.measurement is not None
+    assert loop.findings[0].bottleneck == named, loop.findings
+    assert ("garbage collection took" in loop.findings[0].why) is listens
+    assert loop.measurement.parts_ms["unexplained"] == pytest.approx(0, abs=0.2)

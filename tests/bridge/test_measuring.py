@@ -168,6 +168,28 @@ def test_without_a_step_in_detail_its_parts_are_unknown_and_not_zero() -> None:
     assert found.parts_ms["data_wait"] == 50.0 and found.parts_ms["checkpoint"] == 0.0 and found.blocked_ms is None
 
 
+def test_garbage_collection_is_the_loops_and_said_apart(time: Time) -> None:
+    watch = Watch(CPU, settings())
+    run(watch, time, 3)
+    for step in range(20):
+        watch.ask()
+        if step == 7:  # one pass, while the loop waits for a batch
+            watch.garbage._heard("start", {"generation": 2})
+            time.passes(0.2)
+            watch.garbage._heard("stop", {"generation": 2})
+        time.passes(0.01)
+        watch.got()
+        with watch.marks.profile("run_training_batch"):
+            time.passes(0.03)
+        watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], True, 1)
+    found = seen(watch)
+    assert found.steps == 20 and found.step_ms["mean"] == pytest.approx(50) and found.parts_ms["data_wait"] == \
+        pytest.approx(10)  # fmt: skip
+    assert found.parts_ms["host_other"] == pytest.approx(40), "30 of the step's work, which nothing marks, and the pass"
+    assert found.evidence["garbage_collection"] == {"ms_per_step": pytest.approx(10), "passes": 1}
+    assert found.evidence["loader"] == {}
+
+
 def test_hooks_are_per_step_slowest_first_and_by_their_own_names() -> None:
     outside, inside = 21, 6  # steps that were heard: the window's, those in detail, and the one it opened in
     found = of_window(WINDOW, hooks_s={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from typing import Any
 
@@ -306,6 +307,22 @@ def test_the_cost_is_that_of_the_actions_lightning_makes() -> None:
     assert set(actions("X", "S")) <= made, "an action that Lightning does not make is none of our cost"
     marked = {name for name in made if phase_of(name) is not None}
     assert marked <= set(actions("X", "S")), "a marked action is missing from what the cost is measured with"
+
+
+@pytest.mark.parametrize("ends", ["close", "stop", "extra"])
+def test_the_garbage_collector_is_listened_to_while_the_window_is_open(time: Time, ends: str) -> None:
+    before, watch = list(gc.callbacks), watching(*([Look(2)] if ends == "extra" else []))
+    watch.ends_at = 30
+    run(watch, time, 2)
+    assert gc.callbacks == before, "the warm-up is none of the window"
+    run(watch, time, 5)
+    assert len(gc.callbacks) == len(before) + 1
+    run(watch, time, 22)
+    if ends != "extra":
+        getattr(watch, ends)()
+    assert gc.callbacks == before, "also while the window's extras run"
+    watch.close()
+    assert gc.callbacks == before
 
 
 def test_it_issues_no_collective(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:

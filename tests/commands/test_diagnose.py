@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from fastloop.commands import diagnose as command
 from fastloop.commands.answer import Answer, Failed
 from fastloop.commands.diagnose import diagnose, run_directory
 from fastloop.commands.trial import Job, Trial
-from fastloop.errors import ConfigError
+from fastloop.config import from_callback, to_yaml
+from fastloop.errors import ConfigError, FastLoopError
 from fastloop.measurement import PARTS, Measurement
 from fastloop.records import Plan, Step, Verdict
 from fastloop.report import files
@@ -105,11 +107,23 @@ def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
 
 
 def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Path) -> None:
-    write_run(tmp_path / "a")
+    (write_run(tmp_path / "a") / "config.resolved.yaml").write_text("base: cifar10\n")
     with pytest.raises(ConfigError, match=r"--syncs, --trace with the run directory a(.|\n)*a/config.resolved.yaml"):
         asked("a", syncs=True, trace=3)
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         asked("a", "run.max_steps=3")
+
+
+def test_of_a_scripts_run_the_script_has_to_be_run_again(tmp_path: Path) -> None:
+    (write_run(tmp_path / "a") / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    with pytest.raises(ConfigError) as error:
+        asked("a", trace=7)
+    assert "fastloop diagnose" not in error.value.do and "fastloop exec" in error.value.do
+    assert 'run your script again with FastLoop({"watch": {"trace_steps": 7}})' in error.value.do
+    assert from_callback({"watch": {"trace_steps": 7}})[0].watch.trace_steps == 7, "that is how it is asked for"
+    with pytest.raises(ConfigError) as error:
+        asked("a", syncs=True)
+    assert "run your script again" in error.value.do and "trace_steps" not in error.value.do
 
 
 def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:
@@ -122,6 +136,7 @@ def test_a_recipe_is_a_configuration_also_where_a_directory_has_its_name(tmp_pat
     write_run(tmp_path / "gpt2")
     assert run_directory("gpt2") is None and run_directory("./gpt2") == Path("gpt2")
     assert run_directory("no-such-thing") is None and run_directory(str(NET)) is None
+    assert run_directory("x" * 300) is None, "what no file can be called"
 
 
 # -- a configuration --------------------------------------------------------------------------------------------------
@@ -222,6 +237,33 @@ def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable
     with pytest.raises(Failed) as raised:
         asked(NET)
     assert raised.value.exit_code == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_the_recipe_has_not_is_refused_before_anything_is_trained(
+    pretend: Callable[..., Any], tmp_path: Path
+) -> None:
+    jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    with pytest.raises(ConfigError, match=r"got recipe.wokers \(command line\)(.|\n)*write workers"):
+        asked(NET, "recipe.wokers=2")
+    assert jobs == [] and list(tmp_path.iterdir()) == []
+    asked(NET, "recipe.workers=2")
+    assert len(jobs) == 4
+
+
+def test_a_full_disk_is_no_fault_of_ours(pretend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    whole = files.write
+
+    def full(where: Path, contents: Any) -> None:
+        if len(jobs) == 4:  # all is trained: what is written now is the report with the ceilings
+            raise OSError(errno.ENOSPC, "No space left on device", str(where / "findings.json"))
+        whole(where, contents)
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(FastLoopError) as error:
+        asked(NET, out="a")
+    assert error.value.got == "a/findings.json" and "No space left on device" in error.value.why
+    assert "--out" in error.value.do and error.value.exit_code == 1
 
 
 @pytest.mark.slow

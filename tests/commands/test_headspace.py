@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from fastloop.commands import headspace as command
 from fastloop.commands.answer import Answer, Failed
 from fastloop.commands.headspace import headspace
 from fastloop.commands.trial import Job, Trial
-from fastloop.errors import ConfigError
+from fastloop.config import from_callback, to_yaml
+from fastloop.errors import ConfigError, FastLoopError
+from fastloop.report import files
 from tests.commands.command_line import NET, alive, family, program, wait_for
 
 SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
@@ -162,6 +165,39 @@ def test_nothing_is_written_over_without_force(pretend: Callable[[Rates], Any], 
     with pytest.raises(ConfigError, match="not empty"):
         asked(NET, out="a")
     assert jobs == []
+
+
+def test_a_run_directory_is_no_configuration_but_may_hold_one(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
+    jobs = pretend({})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "measurement.json").write_text("{}")
+    (tmp_path / "a" / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    with pytest.raises(ConfigError, match=r"got the run directory a\n  why .* takes a configuration") as error:
+        asked("a/")
+    assert "has none" in error.value.do and "fastloop headspace" not in error.value.do
+    (tmp_path / "a" / "config.resolved.yaml").write_text("base: cifar10\n")
+    with pytest.raises(ConfigError) as error:
+        asked("a")
+    assert error.value.do == "run fastloop headspace a/config.resolved.yaml" and jobs == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_key_that_the_recipe_has_not_is_refused_first(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
+    jobs = pretend({})
+    with pytest.raises(ConfigError, match="write workers"):
+        asked(NET, "recipe.wokers=2")
+    assert jobs == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_no_fault_of_ours(pretend: Callable[[Rates], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 100})
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(FastLoopError, match=r"got run directory a\n  why it cannot be written: No space left"):
+        asked(NET, out="a")
 
 
 # -- as it is ---------------------------------------------------------------------------------------------------------

@@ -76,6 +76,24 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
     assert only(MAP, step=2.0, wait=wait).bottleneck == name
 
 
+@pytest.mark.parametrize(("seen", "advised"), [
+    ({"step": 1.5, "wait": 0.3}, False), ({"step": 1.5, "wait": 0.49}, False), ({"step": 1.5, "wait": 0.6}, True),
+    ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 4}, False),
+    ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 8}, True),
+    ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 1.2}}, True),
+    ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 0.3}}, False),
+    ({"step": 1.5, "wait": 0.3, "device": "cuda"}, True),
+], ids=["fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu",
+        "unknown_on_a_gpu"])  # fmt: skip
+def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[str, Any], advised: bool) -> None:
+    finding = only(MAP, **seen)
+    assert finding.bottleneck == "data_wait" and finding.share_pct is not None, "it is named all the same"
+    assert (finding.patch is not None) is advised
+    assert ("no rung helps: a batch is there after 0." in finding.why and "taking it from a worker" in finding.why) \
+        is not advised  # fmt: skip
+    assert "num_workers=6 on 8 CPUs" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
+
+
 @pytest.mark.parametrize("wait", [5.0, 20.0, 50.0, 90.0, 99.0])
 def test_the_estimate_is_the_step_without_the_wait(wait: float) -> None:
     finding = only(MAP, wait=wait)
@@ -134,6 +152,23 @@ def test_copies_are_the_gap_between_replayed_and_resident() -> None:
     same = {"replayed": 100.0, "resident": 101.0}
     (finding,) = findings(scene(100.0, h2d=40.0, trail=30.0, samples_per_s=100.0, ceilings=same))
     assert finding.bottleneck == "none"
+
+
+@pytest.mark.parametrize(("ceilings", "gain", "estimate"), [
+    ({"replayed": 100.0, "resident": 130.0}, 30.0, False),
+    ({"replayed": 95.0, "resident": 88.0}, None, True), ({"replayed": 105.0, "resident": 93.0}, None, True),
+    ({"replayed": 50.0, "resident": 110.0}, 10.0, True), ({"replayed": 92.0, "resident": 91.0}, None, False),
+], ids=["sound", "resident_slower_than_the_run", "resident_slower_than_replayed", "replayed_disturbed",
+        "acquitted"])  # fmt: skip
+def test_trials_that_were_disturbed_say_nothing_of_copies(
+    ceilings: dict[str, float], gain: float | None, estimate: bool
+) -> None:
+    seen = scene(100.0, h2d=40.0, trail=30.0, samples_per_s=100.0, ceilings=ceilings)
+    found = [finding for finding in findings(seen) if finding.bottleneck == "h2d"]
+    assert bool(found) is (gain is not None or estimate)
+    if found and gain is not None:
+        assert found[0].ceiling_gain_pct == pytest.approx(gain)
+    assert all(finding.ceiling_is_estimate is estimate for finding in found)
 
 
 def test_on_the_cpu_no_rung_hides_a_move() -> None:

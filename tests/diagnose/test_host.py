@@ -204,3 +204,44 @@ def test_a_host_asleep_beside_a_gpu_counts_only_where_the_gpu_waited() -> None:
 def test_a_loop_busy_between_its_hooks() -> None:
     (finding,) = findings(on_cpu(host_other=10.0))
     assert finding.bottleneck == "host_other" and "between its hooks took 10.0 of 40.0" in finding.why
+
+
+# -- the garbage collector --------------------------------------------------------------------------------------------
+
+
+def collected(ms: float, passes: int = 1) -> dict[str, Any]:
+    return {"evidence": {"garbage_collection": {"ms_per_step": ms, "passes": passes}}}
+
+
+@pytest.mark.parametrize(("loop", "garbage", "says", "not_says"), [
+    (10.4, 10.0, "garbage collection took 10.0 of 40.0 ms a step (1 pass in 200 steps)", "between its hooks"),
+    (10.4, 0.2, "between its hooks took 10.2 of 40.0", "garbage"), (12.0, 5.0, "garbage collection took 5.0", None),
+])  # fmt: skip
+def test_garbage_collection_is_named_as_what_it_is(
+    loop: float, garbage: float, says: str, not_says: str | None
+) -> None:
+    (finding,) = findings(on_cpu(host_other=loop, **collected(garbage)))
+    assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(100 * loop / 40)
+    assert says in finding.why and (not_says is None or not_says not in finding.why)
+    assert ("gc.freeze()" in finding.why) is (garbage > loop - garbage) and finding.patch is None
+
+
+def test_several_passes_are_counted() -> None:
+    (finding,) = findings(on_cpu(host_other=10.0, **collected(9.0, 3)))
+    assert "(3 passes in 200 steps)" in finding.why
+
+
+def test_in_a_tiny_step_a_pass_is_not_the_loops_price() -> None:
+    (finding,) = findings(scene(2.0, device="cpu", host_other=1.0, **collected(0.9)))
+    assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(45)
+    assert "garbage collection took 0.90 of 2.00" in finding.why
+    (finding,) = findings(scene(2.0, device="cpu", host_other=1.0))
+    assert finding.bottleneck == "launch_bound"
+    (finding,) = findings(scene(2.0, device="cpu", host_other=0.2, **collected(0.1)))
+    assert finding.bottleneck == "none"
+
+
+@pytest.mark.parametrize("broken", [{"ms_per_step": None}, {"ms_per_step": "x"}, {"ms_per_step": 1e9}, {}])
+def test_what_the_evidence_lacks_or_overstates(broken: dict[str, Any]) -> None:
+    (finding,) = findings(on_cpu(host_other=10.0, evidence={"garbage_collection": broken}))
+    assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(25)

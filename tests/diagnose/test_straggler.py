@@ -53,3 +53,32 @@ def test_no_step_no_straggler() -> None:
     found = seen({"forward": 1.0, "backward": 80.0}, {"forward": 41.0, "backward": 40.0})
     assert straggler(found) is not None
     assert straggler(dataclasses.replace(found, step_ms={"mean": None})) is None
+
+
+@pytest.mark.parametrize(("garbage", "named"), [(10.0, False), (None, True), (0.0, True)])
+def test_a_pass_of_the_garbage_collector_makes_no_straggler(garbage: float | None, named: bool) -> None:
+    """One of 0.2 s in 20 steps on rank 1: rank 0 waits for it in its backward."""
+    collects = {"forward": 20.0, "backward": 60.0, "host_other": 11.0}
+    waits = {"forward": 20.0, "backward": 70.0, "host_other": 1.0}
+    made = seen(waits, collects)
+    rank_1 = {**made.ranks[1], "garbage_ms": garbage}
+    found = straggler(dataclasses.replace(made, ranks=(made.ranks[0], rank_1)))
+    assert (found is not None) is named and (found is None or (found.rank, found.part) == (1, "host_other"))
+
+
+def test_beside_garbage_a_straggler_is_one_for_its_own_reason() -> None:
+    slow = {"forward": 40.0, "backward": 40.0, "host_other": 11.0}
+    waits = {"forward": 20.0, "backward": 70.0, "host_other": 1.0}
+    made = seen(waits, slow)
+    found = straggler(dataclasses.replace(made, ranks=(made.ranks[0], {**made.ranks[1], "garbage_ms": 10.0})))
+    assert found is not None and (found.rank, found.part) == (1, "forward")
+    assert found.excess_ms == pytest.approx(20), "30 less the 10 of the collector"
+
+
+def test_a_wait_that_only_one_ranks_trace_told_apart_names_nobody() -> None:
+    told = {"forward": 20.0, "backward": 0.0, "comm_exposed": 70.0}
+    plain = {"forward": 20.0, "backward": 69.0, "comm_exposed": 1.0}
+    assert straggler(seen(plain, told)) is None and straggler(seen(told, plain)) is None
+    slow = {"forward": 60.0, "backward": 5.0, "comm_exposed": 25.0}
+    found = straggler(seen(slow, told))
+    assert found is not None and found.rank == 0 and found.part == "forward"

@@ -106,6 +106,16 @@ def test_the_frameworks_own_reasons(frame: Frame, cause: Cause | None) -> None:
     assert found[0].cause == cause
 
 
+@pytest.mark.parametrize(("given", "name"), [
+    ({"_every_n_train_steps": 50, "_every_n_epochs": 0}, "Saves(every_n_train_steps=50)"),
+    ({"_every_n_train_steps": 0, "_every_n_epochs": 1}, "Saves(every_n_epochs=1)"),
+    ({"_every_n_train_steps": None}, "Saves"), ({"_every_n_epochs": "1"}, "Saves"), ({}, "Saves"),
+], ids=["steps", "epochs", "none", "text", "nothing"])  # fmt: skip
+def test_a_callback_is_called_as_its_user_wrote_it(given: dict[str, Any], name: str) -> None:
+    callback = type("Saves", (), given)()
+    assert callsite._as_configured(callback) == name
+
+
 def test_the_expression_itself() -> None:
     found = [site(sys._getframe()), None]
     expected = "site(sys._getframe())" if sys.version_info >= (3, 11) else "found = [site(sys._getframe()), None]"

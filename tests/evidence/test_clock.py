@@ -221,3 +221,87 @@ def test_a_loader_that_ends_or_fails_leaves_the_clock_right(monkeypatch: pytest.
 
 def test_unknown_sample_counts_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured(monkeypatch, CPU, launch=1, samples=None).samples == 0
+
+
+# -- passes of the garbage collector ----------------------------------------------------------------------------------
+
+PLACES = ("hooks", "wait", "forward", "between")
+
+
+def collecting(clock: Clock, machine: Machine, where: str, *, every: int = 1, hooks: float = 0.0,
+               device: float = 0.0) -> None:  # fmt: skip
+    """40 steps of 10 ms of waiting and 20 of forward, with a pass of 100 ms in some of them."""
+    for step in range(40):
+
+        def passes(here: str, at: int = step) -> None:
+            if here == where and at % every == 0:
+                machine.host += 100
+                clock.collected_s += 0.1
+
+        machine.host += hooks
+        clock.hooks_s += hooks / 1e3
+        passes("hooks")
+        clock.ask()
+        passes("wait")
+        machine.host += 10
+        clock.got()
+        passes("between")
+        clock.enter("forward")
+        passes("forward")
+        machine.launch(20, device)
+        clock.leave()
+        clock.issued()
+        clock.batch_done(8, step_ends=True)
+
+
+@pytest.mark.parametrize("hooks", [0.0, 5.0])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_pass_of_the_garbage_collector_is_the_loops_wherever_it_comes(
+    where: str, hooks: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    collecting(clock, machine, where, hooks=hooks)
+    window = clock.close()
+    assert window is not None and window.steps == 39 and window.detailed_steps < 30
+    assert 1e3 * window.wall_s / window.steps == pytest.approx(130 + hooks), "it is in the step"
+    parts = {part: 1e3 * seconds for part, seconds in window.parts_s.items()}
+    expected = {"data_wait": 10, "forward": 20, "host_other": 100}
+    assert {part: parts[part] for part in expected} == pytest.approx(expected, abs=1e-6)
+    assert parts.get("callbacks_logging", 0.0) == pytest.approx(hooks, abs=1e-6)
+    assert 1e3 * window.garbage_s == pytest.approx(100) and 1e3 * window.host_s["data_wait"] == pytest.approx(10)
+
+
+def test_without_a_pass_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    collecting(clock, machine, "nowhere")
+    window = clock.close()
+    assert window is not None and window.garbage_s == 0.0 and window.parts_s["host_other"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("device", "lost"), [(0.0, 100.0), (25.0, 100.0), (400.0, 0.0)])
+@pytest.mark.parametrize("where", ["wait", "forward"])
+def test_a_device_with_work_left_loses_less(
+    where: str, device: float, lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25 ms of work are left when the pass comes to the wait, none when it comes to the forward."""
+    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0)
+    collecting(clock, machine, where, device=device)
+    window = clock.close()
+    assert window is not None
+    lost = lost - (device if device == 25 and where == "wait" else 15 if device == 25 else 0)
+    assert 1e3 * window.garbage_s == pytest.approx(lost, abs=1e-3)
+    total = sum(window.parts_s.values())
+    assert total == pytest.approx(window.wall_s / window.steps), "no millisecond has two owners"
+
+
+def test_validation_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    collecting(clock, machine, "nowhere")
+    clock.rest("validation")
+    machine.host += 390
+    clock.collected_s += 0.39
+    clock.rest("host_other")
+    collecting(clock, machine, "nowhere")
+    window = clock.close()
+    assert window is not None and window.garbage_s == 0.0
+    assert 1e3 * window.parts_s["validation"] * window.steps == pytest.approx(390)

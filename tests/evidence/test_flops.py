@@ -397,30 +397,52 @@ def test_a_compiled_module_counts_under_force_eager_and_compiles_afterwards() ->
     assert "torch.compile is in use" in str(may_count(nn.Linear(2, 2)))
 
 
-@pytest.mark.skipif(not hasattr(TorchDispatchMode, "ignore_compile_internals"), reason="torch has no way to say it")
-def test_counting_by_mistake_leaves_compiled_code_compiled() -> None:
-    net, runs = Net(), list[str]()
+def noting(runs: list[str]) -> Callable[..., Any]:
+    """A backend that notes when it compiles and when what it compiled runs."""
 
     def backend(graph: Any, _inputs: Any) -> Any:
         runs.append("compile")
         return lambda *args: (runs.append("run"), graph(*args))[1]
 
-    net.compile(backend=backend)
-    for mode in (FlopCount(), torch.enable_grad(), FlopCount()):
-        with mode:
-            net(torch.randn(2, 4))
-    assert runs == ["compile", "run", "run", "run"]
+    return backend
 
+
+@pytest.mark.skipif(not hasattr(TorchDispatchMode, "ignore_compile_internals"), reason="torch has no way to say it")
+def test_counting_by_mistake_leaves_compiled_code_compiled() -> None:
     class Hard(FlopCount):
         @classmethod
         def ignore_compile_internals(cls) -> bool:
             return False
 
-    other = Net()
-    other.compile(backend=backend)
-    with Hard():
-        other(torch.randn(2, 4))
-    assert runs.count("compile") != 2  # what the method is there against: nothing, or the mode itself, got compiled
+    def afterwards(kind: type[FlopCount], runs: list[str]) -> list[str]:
+        """What of the compiled code runs in a step after one that was counted."""
+        net, x = Net(), torch.randn(2, 4)
+        net.compile(backend=noting(runs))
+        with kind() as count:
+            net(x)
+        assert count.work.total == 2 * 2 * 4 * 4
+        before = len(runs)
+        net(x)
+        return runs[before:]
+
+    runs = list[str]()
+    assert afterwards(FlopCount, runs) == ["run"] and runs == ["compile", "run", "run"]
+    torch._dynamo.reset()
+    assert afterwards(Hard, []) == [], "what the method is there against: it is switched off, and nothing says so"
+
+
+def test_in_a_live_step_force_eager_would_replace_what_is_compiled() -> None:
+    """Why `may_count` refuses after any compilation: nothing tells whether a compiled function takes part in a step."""
+    net, x, runs = Net(), torch.randn(2, 4), list[str]()
+    net.compile(backend=noting(runs))
+    net(x)
+    with torch.compiler.set_stance("force_eager"):
+        counted(lambda: Net()(x))
+        assert runs == ["compile", "run"], "beside an uncompiled module nothing happens to it"
+        counted(lambda: net(x))
+    assert runs == ["compile", "run"], "its own step ran without the compiled code, which may round differently"
+    net(x)
+    assert runs == ["compile", "run", "run"]
 
 
 def test_a_replayed_graph_is_refused() -> None:

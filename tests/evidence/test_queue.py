@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -16,10 +19,33 @@ from fastloop.evidence.queue import batches_owed, live_workers
 DATA = TensorDataset(torch.arange(40))
 
 
-class Slow(TensorDataset):
-    def __getitem__(self, index: Any) -> Any:
-        time.sleep(0.2)
-        return super().__getitem__(index)
+class Held(TensorDataset):
+    """Makes a batch of four when its gate is opened, and not before."""
+
+    def __init__(self, gates: list[Any]) -> None:
+        super().__init__(torch.arange(40))
+        self.gates = gates
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.gates[indices[0] // 4].wait()
+        return [self[index] for index in indices]
+
+
+@contextlib.contextmanager
+def held_loader() -> Iterator[tuple[Any, Callable[..., None]]]:
+    """The iterator of a loader with two workers, and what opens the gates of batches; both are gone afterwards."""
+    gates = [torch.multiprocessing.get_context().Event() for _ in range(10)]
+
+    def let(*batches: int) -> None:
+        for batch in batches:
+            gates[batch].set()
+
+    iterator = iter(DataLoader(Held(gates), batch_size=4, num_workers=2, prefetch_factor=2))
+    try:
+        yield iterator, let
+    finally:
+        let(*range(10))  # a worker that waits at a gate hears of no end
+        iterator._shutdown_workers()
 
 
 def wait_for(owed: int, iterator: Any) -> int | None:
@@ -36,13 +62,30 @@ def test_without_workers() -> None:
 
 
 def test_a_drained_queue_owes_all_it_was_asked_for() -> None:
-    iterator = iter(DataLoader(Slow(torch.arange(40)), batch_size=4, num_workers=2, prefetch_factor=2))
-    assert live_workers(iterator) == 2 and batches_owed(iterator) == 4  # two workers were asked for two batches each
-    assert wait_for(0, iterator) == 0
-    next(iterator)
-    assert batches_owed(iterator) == 1  # asked for in place of the one that was taken
-    del iterator
-    gc.collect()
+    with held_loader() as (iterator, let):
+        assert live_workers(iterator) == 2 and batches_owed(iterator) == 4  # each worker was asked for two batches
+        let(0, 1, 2, 3)
+        assert wait_for(0, iterator) == 0
+        next(iterator)
+        assert batches_owed(iterator) == 1  # asked for in place of the one that was taken
+        let(4)
+        assert wait_for(0, iterator) == 0
+
+
+def test_batches_that_came_too_early_are_not_owed_and_count_once() -> None:
+    with held_loader() as (iterator, let):
+        let(1, 3)  # the second worker is done, and its batches cannot be used yet
+        assert wait_for(2, iterator) == 2
+        let(0)
+        next(iterator)
+        assert batches_owed(iterator) == 2  # the third one still, and the one asked for in place of the first
+
+
+def test_a_test_that_fails_leaves_no_worker_behind(newborns: Any) -> None:
+    with pytest.raises(ZeroDivisionError), held_loader() as (iterator, _):
+        assert len(newborns()) == 2 == live_workers(iterator)
+        raise ZeroDivisionError
+    assert newborns() == []
 
 
 def test_a_full_queue_owes_nothing_also_at_the_end_of_an_epoch() -> None:

@@ -12,6 +12,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -219,19 +220,27 @@ def test_an_error_of_the_call_passes_and_an_error_of_the_hunt_does_not(monkeypat
     assert hunt.tally.rows(1) == ()
 
 
-def test_results_stay_the_same_bit_for_bit() -> None:
-    def train(hunting: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        with SyncHunt() if hunting else contextlib.nullcontext():
-            for _ in range(4):
-                optimizer.zero_grad()
-                network(torch.randn(3, 4)).square().mean().backward()
-                optimizer.step()
-        return [parameter.detach() for parameter in network.parameters()]
+def trained(hunt: SyncHunt | None = None, lr: float = 0.1) -> list[torch.Tensor]:
+    """Weights after four steps, in which a number is read."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr)
+    with hunt or contextlib.nullcontext():
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = network(torch.randn(3, 4)).square().mean()
+            loss.item()
+            loss.backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in network.parameters()]
 
-    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+def test_results_stay_the_same_bit_for_bit() -> None:
+    hunt = SyncHunt()
+    plain, hunted_, nudged = trained(), trained(hunt), trained(lr=0.1 + 1e-6)
+    assert [(row["what"], row["per_step"]) for row in hunt.tally.rows(4)] == [(".item()", 1)], "it hunted"
+    assert len(plain) == 4 and all(torch.equal(a, b) for a, b in zip(plain, hunted_, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(plain, nudged, strict=True)), "which would have been seen"
 
 
 def test_compiled_code_is_looked_into_under_force_eager() -> None:
@@ -305,7 +314,8 @@ class Hunts(L.Callback):
 
 def lightning_rows(module: Any, **settings: Any) -> tuple[Row, ...]:
     hunts = Hunts()
-    quiet_trainer(**{"max_epochs": 1, **settings}, callbacks=[hunts]).fit(module, loader(64, batch_size=8))
+    callbacks = [hunts, *settings.pop("callbacks", ())]
+    quiet_trainer(**{"max_epochs": 1, **settings}, callbacks=callbacks).fit(module, loader(64, batch_size=8))
     return hunts.rows
 
 
@@ -333,6 +343,32 @@ def test_a_logger_reads_what_it_writes(tmp_path: Any) -> None:
     line = Logs.training_step.__code__.co_firstlineno + 3
     (row,) = [row for row in rows if here(line, row)]
     assert row["what"] == "self.log to a logger" and row["per_step"] == 2
+
+
+class OwnCheckpoint(ModelCheckpoint):
+    """As people extend it."""
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ({"every_n_train_steps": 2}, "ModelCheckpoint(every_n_train_steps=2)"),
+    ({"every_n_train_steps": 1, "monitor": "shown"}, "ModelCheckpoint(every_n_train_steps=1)"),
+], ids=["saves", "monitors"])  # fmt: skip
+def test_what_a_callback_of_lightnings_reads_is_the_callbacks(given: dict[str, Any], name: str, tmp_path: Any) -> None:
+    saves = ModelCheckpoint(tmp_path, **given)
+    rows = lightning_rows(Logs(), callbacks=[saves], enable_checkpointing=True)
+    (row,) = [row for row in rows if "callback" in row["what"]]
+    assert (row["where"], row["what"]) == (name, "callback of Lightning's") and row["per_step"] >= 0.5
+    assert not any("model_checkpoint.py" in row["where"] for row in rows) and "every_n_train_steps" in row["instead"]
+
+
+def test_one_that_a_user_extends_is_the_users_line(tmp_path: Any) -> None:
+    saves = OwnCheckpoint(tmp_path, every_n_train_steps=1, monitor="shown")
+    rows = lightning_rows(Logs(), callbacks=[saves], enable_checkpointing=True)
+    line = OwnCheckpoint._save_topk_checkpoint.__code__.co_firstlineno + 1
+    assert any(here(line, row) and row["what"] == "callback of Lightning's" for row in rows), rows
 
 
 def test_sync_dist_is_the_log_lines(tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastloop.evidence import synckinds
 from fastloop.evidence.logsites import LogSites
 from fastloop.evidence.syncmarks import SyncMarks
 from fastloop.evidence.syncs import SyncHunt, blame
@@ -181,11 +182,18 @@ def test_explicit_waits_are_timed_and_everything_is_put_back() -> None:
     assert warnings.showwarning is shown and warnings.filters == filters and torch.cuda.get_sync_debug_mode() == 0
 
 
-def test_what_has_no_name_is_found_by_the_debug_mode() -> None:
-    x = torch.rand(10, device=DEVICE)
-    rows = hunted(lambda: torch.histc(x))  # reads the smallest and the largest, and is in no table
-    found = marked(lambda: torch.histc(x))
-    assert [row["what"] for row in rows] == (["torch.histc"] if found else [])
+@pytest.mark.parametrize(("name", "run"), [
+    ("combinations", lambda x: torch.combinations(x)), ("arange", lambda x: torch.arange(x[1], device=DEVICE)),
+], ids=["combinations", "arange"])  # fmt: skip
+def test_what_has_no_name_is_found_by_the_debug_mode(name: str, run: Callable[[torch.Tensor], Any]) -> None:
+    """Their results' sizes depend on values on the device, so that they have to wait; and they are in no table."""
+    x = x_of([1.0, 2.0, 3.0])
+    run(x)
+    assert not synckinds.known(name)
+    (row,) = hunted(lambda: run(x))
+    assert row["what"] == f"torch.{name}" and row["ms_per_step"] >= 0 and row["per_step"] == 1
+    line = run.__code__.co_firstlineno
+    assert lines((row,)) == {line} == lines(marked(lambda: run(x)))
 
 
 def test_the_mode_before_is_the_mode_after() -> None:

@@ -1,0 +1,28 @@
+"""A loader alone, with a feed that copies its batches to a real device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastloop.bridge import loading, recipe_modules
+from fastloop.bridge.loading import measure
+from fastloop.commands.trial import Job
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+SLOW = Path(__file__).parents[1] / "commands" / "slow_recipe" / "slow.yaml"
+
+
+@pytest.mark.parametrize("rungs", [("prefetch", "pin", "workers"), ("pin", "workers"), ("prefetch",)], ids="+".join)
+def test_a_known_loader(rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recipe_modules.FOLDER, "")
+    monkeypatch.setattr(loading, "LEAST_S", 1.2)
+    known = ("recipe.load_ms=80", "run.accelerator=gpu", "rungs.workers.count=2")
+    config = Job(conf=str(SLOW), overrides=(*known, *(f"rungs.{rung}.enabled=true" for rung in rungs))).config()
+    found = measure(config, None)
+    batch_ms = 40 if "workers" in rungs else 80
+    assert found["inactive"] == {} and found["queue_drained"]
+    assert 0.8 * batch_ms < found["ms_per_batch"] < 1.5 * batch_ms
