@@ -29,7 +29,6 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
     Raises:
         ImportError: jinja2 is not installed.
     """
-    import jinja2
     from markupsafe import Markup
 
     pictures, titles = figures.draw(seen), summary.titled(findings)
@@ -44,10 +43,24 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
         "changed_yaml": changed_yaml.rstrip(), "environment": tables.environment(environment),
         "left_out": [_pieces(line) for line in left_out.splitlines() if line.strip()], "disclaimer": DISCLAIMER,
     }  # fmt: skip
-    source = resources.files("fastloop.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    return render("report.html.jinja", page)
+
+
+def render(template: str, page: Mapping[str, Any]) -> str:
+    """One of the templates beside this file, filled in: whatever is no ``Markup`` is escaped.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    import jinja2
+
+    def source(name: str) -> str:
+        return resources.files("fastloop.report").joinpath(name).read_text(encoding="utf-8")
+
     made = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                              loader=jinja2.FunctionLoader(source),
                               finalize=lambda value: printable(value) if type(value) is str else value)  # fmt: skip
-    return made.from_string(source).render(page)
+    return made.get_template(template).render(page)
 
 
 def _head(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str], name: str) -> dict[str, Any]:

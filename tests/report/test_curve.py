@@ -1,0 +1,80 @@
+"""The report of a search."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from fastloop.report import curve
+from tests.report.experiments import TUNES, tune
+from tests.report.test_figures import texts
+from tests.report.test_html import Page
+
+
+@pytest.mark.parametrize("run", sorted(TUNES))
+def test_any_content_makes_a_whole_report(run: str) -> None:
+    content = TUNES[run]()
+    page, text = Page(curve.html(content)), curve.markdown(content)
+    assert page.wrong == [] and page.open == [] and "script" not in page.tags
+    assert "could not be drawn" not in page.said and not re.search(r"\b(nan|inf)\b", page.said)
+    assert page.tags.count("svg") == (0 if run == "nothing" else 2) and curve.CLOSING in text
+    assert not any("\n" in line or line != line.rstrip() for line in curve.lines(content))
+
+
+def test_the_whole_answer() -> None:
+    content = tune([(0, 700.0, ""), (2, 402.0, ""), (8, 121.2, ""), (16, None, "killed\nby the system")], 8)
+    assert curve.lines(content | {"as_it_is": 0, "why": "it is the quickest"}) == [
+        "fastloop BEST rungs.workers.count = 8   resnet50: tune workers",
+        "STEP     0 (as it is): 700, 2: 402, 8 (best): 121 ms",
+        "WHY      it is the quickest",
+        "FAILED   16: killed by the system",
+        "PATCH    rungs.workers {enabled: true, count: 8}",
+        "FILES    fastloop-runs/tune",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(tune([(0, 5.0, ""), (2, 5.0, "")], None), "NOTHING TO GAIN FROM rungs.workers.count"),
+     (TUNES["all-failed"](), "NO VALUE RAN OF rungs.workers.count"), ({}, "NO VALUE RAN OF n/a"),
+     (tune([(0, 5.0, "")], 0), "BEST rungs.workers.count = 0")], ids=["none", "failed", "empty", "zero"])  # fmt: skip
+def test_the_headline(content: dict[str, Any], said: str) -> None:
+    assert curve.verdict(content) == said and curve.lines(content)[0].startswith(f"fastloop {said}")
+
+
+def test_the_patch_is_yaml_to_copy() -> None:
+    page = curve.html(TUNES["workers"]())
+    assert re.search(r'<pre class="copy"[^>]*>rungs:\n  workers:\n    enabled: true\n    count: 8</pre>', page)
+    assert "YAML patch" not in curve.html(TUNES["all-failed"]())
+
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [([1, 2, 4, 8], [0, 1, 2, 3]), ([0, 1, 2, 4], [-1, 0, 1, 2]), ([64, 512, 128], [6, 7, 9]), ([1, 2, 3], [1, 2, 3]),
+     ([-1, 1, 2], [-1, 1, 2]), (["b", "a"], [0, 1]), ([1, None, 4], [0, 1, 2]), ([5], [5])],
+    ids=["doubling", "zero", "unsorted", "linear", "negative", "names", "unknown", "one"])  # fmt: skip
+def test_where_values_stand(values: list[Any], places: list[float]) -> None:
+    points = curve.points({"points": [{"value": value, "step_ms": 1.0} for value in values]})
+    assert [point.at for point in points] == pytest.approx(places)
+
+
+def test_the_best_is_marked_and_failures_are_crosses_with_causes() -> None:
+    content = TUNES["batch"]()
+    wide, narrow = (picture.markup for picture in curve.told(content).pictures)
+    assert "best: 256, 95 ms" in texts(wide) and "x 512: out of memory, rank 0" in texts(wide)
+    assert "x 512: out of memory, rank 0" in texts(narrow) and wide.count("#2a9d74") > 0
+    assert len(re.findall(r"<use [^>]*stroke: #d9480f", wide)) == 2
+    failed = curve.told(TUNES["all-failed"]()).pictures[0].markup
+    assert "#2a9d74" not in failed and len(re.findall(r"<use [^>]*stroke: #d9480f", failed)) == 2
+
+
+def test_values_that_stand_too_close_are_not_all_named() -> None:
+    wide, narrow = (texts(picture.markup) for picture in curve.told(TUNES["linear"]()).pictures)
+    assert "1" in narrow and "32" in narrow and len(narrow) < len(wide) - 10
+
+
+def test_no_speed_up_is_claimed() -> None:
+    for run in TUNES.values():
+        assert not re.search(r"\d(\.\d+)?x\b|speed-up of|faster", Page(curve.html(run() | {"hardware": {}})).said)

@@ -1,0 +1,47 @@
+"""Parity in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastloop.report import gates
+from tests.report.experiments import BROKEN, CLAIMLESS, HELD, UNKNOWN, gate
+
+
+@pytest.mark.parametrize(
+    ("parity", "said"),
+    [(HELD, "approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)"),
+     (BROKEN, "approximate, FAILED: ledger equal, gradient 0.75 (limit 0.05) FAILED; the gradient differs"),
+     (UNKNOWN, "approximate, could not tell: ledger equal, loss could not tell; the loss could not tell"),
+     (CLAIMLESS, "changes-training: none is claimed: the batch is another"), ({}, ""),
+     ({"class": "exact", "passed": None, "why": "not testable here"}, "exact, could not tell: not testable here")],
+    ids=["held", "broken", "unknown", "claimless", "nothing", "not-testable"])  # fmt: skip
+def test_parity_in_a_line(parity: dict[str, Any], said: str) -> None:
+    assert gates.line(parity) == said
+
+
+def test_changes_training_does_not_hide_a_failed_gate() -> None:
+    assert "FAILED" in gates.line({**BROKEN, "class": "changes-training"})
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "0"), (0.25, "0.25"), (3.1e-3, "3.1e-3"), (1e-5, "1e-5"),
+                                             (1.234e6, "1.2e6"), (-0.04, "-0.04")])  # fmt: skip
+def test_deviations_of_any_size_are_short(value: float, said: str) -> None:
+    assert gates.share(value) == said
+
+
+def test_what_was_not_measured_is_na() -> None:
+    assert gates.size(gate("loss"), "deviation") == "n/a" and gates.size(gate("gradient", limit="x"), "limit") == "n/a"
+
+
+def test_the_table_has_every_gate_with_limit_and_what_it_could_see() -> None:
+    table = gates.table([("amp", HELD), ("none", {"class": "exact", "passed": None, "why": "base failed"})])
+    assert [row[:6] for row in table.rows] == [
+        ("amp (approximate)", "ledger", "passed", "n/a", "n/a", "n/a"),
+        ("amp (approximate)", "gradient", "passed", "3.1e-3", "0.05", "1e-4"),
+        ("amp (approximate)", "loss", "passed", "+0.1 %", "0.5 %", "0.2 %"),
+        ("none (exact)", "none", "could not tell", "n/a", "n/a", "n/a"),
+    ]  # fmt: skip
+    assert table.rows[3][-1] == "base failed" and gates.table([]).note == "n/a: no gate ran."

@@ -1,0 +1,134 @@
+"""The report of a climb: what it may claim, and the ladder it leaves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastloop import config
+from fastloop.report import staircase
+from fastloop.report.svg import printable
+from tests.report.experiments import BROKEN, CLAIMLESS, CLIMBS, JAPANESE, climb, rung
+from tests.report.samples import HOSTILE
+from tests.report.test_html import Page
+
+RATIO = re.compile(r"\d(\.\d+)?x\b")
+
+
+@pytest.mark.parametrize(
+    ("run", "said", "tone"),
+    [("climbed", "CONFIRMED FASTER 7.52x", "good"), ("screened", "1 RUNG KEPT, NOTHING CONFIRMED", "unknown"),
+     ("long", "9 RUNGS KEPT, NOTHING CONFIRMED", "unknown"), ("none-kept", "NOTHING TO GAIN", "good"),
+     ("unproven", "NOT CONFIRMED: PARITY FAILED", "unknown"), ("nothing", "NOT FINISHED", "unknown")])  # fmt: skip
+def test_the_headline(run: str, said: str, tone: str) -> None:
+    content = CLIMBS[run]()
+    assert staircase.verdict(content) == said and staircase.lines(content)[0].startswith(f"fastloop {said}")
+    assert f'<header class="{tone}">' in staircase.html(content)
+
+
+@pytest.mark.parametrize("run", ["screened", "long", "none-kept", "unproven", "nulls"])
+def test_without_a_confirmation_there_is_no_ratio_at_all(run: str) -> None:
+    content = CLIMBS[run]() | {"hardware": {}}
+    ladder = staircase.ladder_yaml(content)
+    text = "\n".join(staircase.lines(content)) + Page(staircase.html(content)).said + staircase.markdown(content)
+    assert not RATIO.search(text) and not RATIO.search(ladder)
+    assert RATIO.search(staircase.ladder_yaml(CLIMBS["climbed"]())), "the pattern would find one"
+
+
+def test_a_confirmation_that_is_not_faster_confirms_nothing() -> None:
+    proof = {"ratio": 1.0, "ci95": [0.99, 1.01], "verdict": "no_difference", "runs": 5, "parity": None}
+    assert staircase.verdict(climb([rung("a", 9, 1)], 8.0, confirmed=proof)) == "NOT CONFIRMED: NO DIFFERENCE"
+    other = {**proof, "ratio": 1.2, "ci95": [1.1, 1.3], "verdict": "faster", "parity": CLAIMLESS}
+    said = staircase.verdict(climb([rung("a", 9, 1)], 8.0, confirmed=other))
+    assert said == "CONFIRMED FASTER 1.20x, NO PARITY CLAIMED"
+
+
+def test_a_budget_that_ran_out_is_not_nothing_to_gain() -> None:
+    assert staircase.verdict(climb([], 743.0, stopped="the budget is gone")) == "NOT FINISHED"
+    assert staircase.verdict(climb([], 743.0, stopped="no ceiling is above 3 %")) == "NOTHING TO GAIN"
+    assert staircase.verdict(climb([], 743.0, partial=True)) == "NOT FINISHED"
+
+
+@pytest.mark.parametrize("run", sorted(CLIMBS))
+def test_at_most_fourteen_lines_and_every_rung_in_them(run: str) -> None:
+    content = CLIMBS[run]()
+    lines = staircase.lines(content)
+    assert len(lines) <= 14 and not any("\n" in line or line != line.rstrip() for line in lines)
+    text = "\n".join(lines)
+    for one in content.get("rungs") or ():
+        assert printable(one["rung"]).strip() in text
+    assert ("PARTIAL" in lines[0]) is bool(content.get("partial"))
+
+
+def test_the_lines_say_predicted_measured_and_why_not() -> None:
+    lines = staircase.lines(CLIMBS["climbed"]())
+    assert "KEPT     workers: saved 560 ms (556 to 564, predicted 590)" in lines
+    assert "BACK     layout: not faster within the noise" in lines
+    assert "STOPPED  no ceiling is above 3 %; 14.1 of 20 min spent" in lines
+    assert "CEILINGS replayed batches 2,697, resident batch 2,720 samples/s" in lines
+
+
+@pytest.mark.parametrize("run", sorted(CLIMBS))
+def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
+    content = CLIMBS[run]()
+    text, page = staircase.markdown(content), Page(staircase.html(content))
+    plain = " ".join(text.replace("\\", "").split())
+    cells = [" ".join(printable(cell).split()) for section in staircase.told(content).sections if section.table
+             for row in section.table.rows for cell in row]  # fmt: skip
+    assert [cell for cell in cells if cell not in page.said or cell.replace("\\", "") not in plain] == []
+    assert page.wrong == [] and page.open == [] and "script" not in page.tags
+    assert " ".join(staircase.ladder_yaml(content).split()) in page.said
+
+
+def test_ceilings_of_both_ends_stand_side_by_side() -> None:
+    content = CLIMBS["climbed"]() | {"ceilings_top_samples_per_s": {"resident": 2650.0, "no_exchange": 2640.0}}
+    (table,) = [section.table for section in staircase.told(content).sections if section.title == "Ceilings"]
+    assert table is not None and table.rows == (("replayed batches", "2,697.0", "n/a"),
+                                                ("resident batch", "2,720.0", "2,650.0"),
+                                                ("no exchange", "n/a", "2,640.0"))  # fmt: skip
+
+
+def loaded(content: dict[str, Any], folder: Path) -> config.Config:
+    path = folder / "ladder.yaml"
+    path.write_text(staircase.ladder_yaml(content), encoding="utf-8")
+    return config.load("resnet50", more=[str(path)])
+
+
+def test_the_ladder_is_the_stack_and_loads(tmp_path: Path) -> None:
+    content = CLIMBS["climbed"]()
+    assert yaml.safe_load(staircase.ladder_yaml(content)) == content["stack"]
+    ladder = loaded(content, tmp_path).ladder
+    assert {name for name, one in ladder.rungs() if one.enabled} == {"workers", "pin", "prefetch", "amp", "batch"}
+    assert ladder.workers.count == 8 and ladder.amp.mode == "bf16-mixed"
+
+
+def test_an_empty_ladder_loads(tmp_path: Path) -> None:
+    assert not any(one.enabled for _, one in loaded(CLIMBS["none-kept"](), tmp_path).ladder.rungs())
+
+
+def test_each_rung_stands_under_its_figures() -> None:
+    text = " ".join(staircase.ladder_yaml(CLIMBS["climbed"]()).replace("#", "").split())
+    head, workers = text.split("rungs:", 1)
+    assert "7.52x (7.31 to 7.74, 95 %, 5 runs of each), parity approximate, passed" in head
+    assert "1x NVIDIA H200, torch 2.11.0" in head and "2026-11-03" in head
+    assert workers.strip().startswith("workers: saved 560 ms (556 to 564, predicted 590), step 743 to 183 ms; parity"
+                                      " exact, passed")  # fmt: skip
+    assert "layout" not in text, "what was rolled back is no part of the ladder"
+    stack = {"rungs": {"pin": {"enabled": True}}}
+    assert "# on from the start\n  pin:" in staircase.ladder_yaml(climb([], 743.0, stack=stack))
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "a\nrungs: {pin: {enabled: true}}", "x\r  amp: 1", "\x85 y: 1",
+                                  "\u2028 z: 1", JAPANESE],
+                         ids=["markup", "newline", "return", "nel", "line", "wide"])  # fmt: skip
+def test_no_text_leaves_its_comment(text: str, tmp_path: Path) -> None:
+    one = rung("amp", 743, 5, parity={**BROKEN, "class": text, "why": text}, why=text)
+    content = climb([one], 738.0, name=text, hardware={"device_name": text}, date=text, stopped=text)
+    content["rungs"].append({**one, "rung": text})
+    content["rungs"][1]["patch"] = content["rungs"][0]["patch"]
+    assert yaml.safe_load(staircase.ladder_yaml(content)) == {"rungs": {"amp": {"enabled": True}}}
+    assert loaded(content, tmp_path).ladder.amp.enabled

@@ -1,0 +1,138 @@
+"""The report of an A/B: what it may say, and that it says all of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastloop.report
+from fastloop.report import versus
+from fastloop.report.svg import printable
+from tests.report.experiments import AB, JAPANESE, LONG, judged
+from tests.report.experiments import versus as made
+from tests.report.test_html import Page
+
+RATIO = re.compile(r"\d\.\d+x")
+
+
+def test_the_whole_answer() -> None:
+    content = AB["faster"]()
+    content["flags"] = ["a foreign process was there"]
+    content["failures"] = [{"arm": "amp", "run": 2, "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
+    assert versus.lines(content) == [
+        "fastloop FASTER 1.32x   resnet50: base vs amp",
+        "RATE     base 343 samples/s, amp 453 (5 runs of each, interval 1.29 to 1.35, 95 %); smallest visible"
+        " difference 3.1 %",
+        "PARITY   approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)",
+        "INACTIVE amp: pin (needs CUDA): no credit",
+        "FLAG     a foreign process was there",
+        "FAILED   amp, run 2: killed, rank 1, last step 41",
+        "ON       1x NVIDIA H200, torch 2.11.0, lightning 2.6.6, fastloop 0.1.0, driver 580.159.04",
+        "FILES    fastloop-runs/resnet50/20261103T101500",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [("faster", "FASTER 1.32x"), ("parity", "PARITY FAILED"), ("base-failed", "FAILED"), ("one-run", "INSUFFICIENT"),
+     ("nulls", "INSUFFICIENT"), ("nothing", "INSUFFICIENT"), ("slower", "SLOWER 0.899x"), ("same", "NO DIFFERENCE"),
+     ("huge", "FASTER 8.12x"), ("six", "FASTER 1.05x, PARITY NOT SHOWN")])  # fmt: skip
+def test_the_headline(run: str, said: str) -> None:
+    content = AB[run]()
+    assert re.split(" {3}|$", versus.lines(content)[0])[0] == f"fastloop {said}"
+    assert f"<h1>{said[:1]}{said[1:].lower()}</h1>" in versus.html(content)
+
+
+@pytest.mark.parametrize("run", sorted(AB))
+def test_at_most_fourteen_lines_and_every_failure_in_them(run: str) -> None:
+    content = AB[run]()
+    lines = versus.lines(content)
+    assert 2 < len(lines) <= 14 and not any("\n" in line or line != line.rstrip() for line in lines)
+    for failure in content.get("failures") or ():
+        assert any(f"{failure['arm']}, run {failure['run']}: {failure['cause']}" in line for line in lines)
+    assert ("PARTIAL" in lines[0]) is bool(content.get("partial"))
+
+
+@pytest.mark.parametrize("run", ["parity", "one-run", "same", "base-failed"])
+def test_no_ratio_is_claimed_where_none_is_shown(run: str) -> None:
+    content = AB[run]()
+    (header,) = re.findall(r"<header.*?</header>", versus.html(content), flags=re.S)
+    assert not any(RATIO.search(line) for line in versus.lines(content)) and not RATIO.search(header)
+    assert RATIO.search(versus.lines(AB["faster"]())[0]), "the pattern would find one"
+
+
+def test_of_several_arms_the_best_stands_first_and_each_has_a_line() -> None:
+    content = AB["six"]()
+    order = [one["arm"] for one, _ in versus.ranked(content)]
+    assert order[:2] == [LONG, JAPANESE] and order[3:] == ["layout", "amp", "broken"]
+    text = "\n".join(versus.lines(content))
+    assert "NO DIFFERENCE   \u5c4e" in text and "SLOWER 0.90x   layout (0.88 to 0.92, 95 %, parity passed)" in text
+    assert "PARITY FAILED   amp: approximate, FAILED: ledger equal, gradient 0.75 (limit 0.05) FAILED" in text
+    assert "FAILED   broken: out of memory" in text
+
+
+def test_a_shown_parity_goes_before_a_larger_ratio_without_one() -> None:
+    arms = {"base": 1.0, "bold": 2.0, "sure": 1.5}
+    parity = {"class": "approximate", "passed": None, "why": "not tested", "gates": []}
+    content = made(arms, [judged("bold", 2.0, parity=parity), judged("sure", 1.5)])
+    assert versus.verdict(content) == "FASTER 1.50x"
+
+
+def test_unequal_numbers_of_runs_are_said() -> None:
+    content = AB["faster"]()
+    content["arms"][1]["samples_per_s"].pop()
+    assert "(5 and 4 runs, interval" in versus.lines(content)[1]
+    assert "(1 run of each, no interval)" in versus.lines(AB["one-run"]())[1]
+
+
+@pytest.mark.parametrize("run", sorted(AB))
+def test_both_reports_hold_every_cell(run: str) -> None:
+    content = AB[run]()
+    text, page = versus.markdown(content), Page(versus.html(content))
+    plain = " ".join(text.replace("\\", "").split())
+    document = versus.told(content)
+    rows = [row for section in document.sections if section.table for row in section.table.rows]
+    cells = [" ".join(printable(cell).split()) for row in rows for cell in row]  # fmt: skip
+    assert [cell for cell in cells if cell not in page.said] == [] and page.wrong == [] and page.open == []
+    assert [cell for cell in cells if cell.replace("\\", "") not in plain] == []
+    titles = {section.title for section in document.sections}
+    assert {"Arms", "Against the base", "Parity", "Configuration that differs", "Every run, in order",
+            "How to read it, and do it again", "Where it ran"} <= titles  # fmt: skip
+
+
+def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
+    text = versus.html(AB["six"]())
+    page = Page(text)
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags) and "<script>alert('x')" in page.said
+    assert set(re.findall(r"\w{1,20}://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg",
+                                                               "http://www.w3.org/1999/xlink"}  # fmt: skip
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) and len(text) < 150_000
+
+
+def test_failures_have_their_stderr_and_unknowns_are_na() -> None:
+    said = Page(versus.html(AB["six"]())).said
+    assert "Failed: broken" in said and "Traceback <script>" in said and "torch.OutOfMemoryError" in said
+    assert "n/a: no run finished." in Page(versus.html(AB["base-failed"]())).said
+    row = next(row for row in versus._arms(AB["six"]()).rows if row[0] == "broken")
+    assert row == ("broken", "n/a", "n/a", "n/a", "n/a", "0", "none", "none", "out of memory")
+
+
+def test_how_it_was_done_is_said() -> None:
+    content: dict[str, Any] = AB["faster"]() | {"command": "fastloop ab resnet50 --vs amp"}
+    text = versus.markdown(content)
+    assert "300 steps a run, 100 of them before the window." in text and "fastloop ab resnet50 --vs amp" in text
+    assert "four times out of five" in text and "rungs.amp.enabled" in text
+
+
+def test_reports_know_no_torch_and_no_commands() -> None:
+    folder = Path(fastloop.report.__file__).parent
+    imported = {alias.name if isinstance(node, ast.Import) else node.module or ""
+                for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}  # fmt: skip
+    assert "fastloop.report" in imported
+    assert [name for name in imported if name.startswith(("torch", "lightning", "fastloop.commands"))] == []
