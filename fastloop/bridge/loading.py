@@ -1,14 +1,210 @@
-"""How fast a train loader is on its own."""
+"""How fast a train loader is on its own. For disposable processes only.
+
+The Trainer is set up as for a fit, rungs and ranks included, and stopped right before the first step: until then its
+loader is asked for one batch after the other, as its loop would, and nothing is done with them. What a device feed
+copies is copied. Alone, a loader has all CPUs to itself: a training can only be slower than this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop.config import Config
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge import live, training
+from fastloop.bridge.beats import Beats, hear_only
+from fastloop.bridge.callback import FastLoop
+from fastloop.config import Config, WatchSettings
+from fastloop.errors import FastLoopError
+from fastloop.evidence import queue
+from fastloop.feeds.device import DeviceFeed
+from fastloop.feeds.tree import samples
+
+LEAST_S = 3.0
+"""A window lasts at least this long, …"""
+MOST_S = 20.0
+"""… and at most this long; so does what has to pass before it."""
+FEWEST = 3
+"""Batches of a window; with queues, twice what they hold at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What was handed out in a while, on one rank."""
+
+    batches: int
+    samples: int | None
+    batch_size: int | None
+    """Median."""
+    seconds: float
+    made: float
+    """Batches that were made in that time: those that lay ready before it are no work of it."""
+    drained: bool
+    """As many batches as the queues hold had passed before, and what lay ready at both ends is known."""
+
+    @property
+    def too_short(self) -> bool:
+        return not self.drained or self.batches < FEWEST
 
 
 def measure(config: Config, beat: Path | None) -> Mapping[str, Any]:
-    """Being written."""
-    raise NotImplementedError
+    """How fast the train loader of a configuration is where nobody computes. Trains nothing and writes no files.
+
+    Args:
+        beat: the file that gets the pulse, see `beats.py`.
+
+    Returns:
+        ``samples_per_s`` over all ranks, which load at the same time; of this rank ``ms_per_batch``, ``ms_per_step``
+        (all batches of an optimizer step), ``batches`` in ``seconds``, ``workers`` and ``batch_size``;
+        ``queue_drained``: no batch that was made before is counted; ``window_too_short``; ``inactive``: the rungs that
+        do not apply, and why.
+
+    Raises:
+        FastLoopError: as `training.train`; or this Lightning does not show its train loader.
+    """
+    alone = _Alone()
+
+    def prepare(trainer: Any, loop: FastLoop) -> None:
+        if beat is not None:
+            Beats.into(trainer, beat)
+        alone.loop = loop
+        trainer.callbacks.append(alone)
+
+    silent = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    bare = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=None),
+                               watch=WatchSettings(enabled=False), trainer={**config.trainer, **silent})  # fmt: skip
+    with contextlib.suppress(_Measured):
+        training.train(bare, None, prepare=prepare)
+    return alone.found
+
+
+class _Measured(Exception):
+    """Ends a fit before its first step. Not by ``should_stop``, which ``min_steps`` overrules."""
+
+
+class _Alone(Callback):
+    """Takes batches from the loader that is ready for the first step."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.loop: FastLoop | None = None
+        hear_only(self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        combined = getattr(trainer.fit_loop, "_combined_loader", None)  # there is no public way to it
+        if combined is None or not hasattr(type(combined), "__next__"):
+            raise FastLoopError(got=f"{type(combined).__name__} as the train loader", do="use Lightning 2.5 or 2.6",
+                                why="this version of Lightning does not hand out its batches")  # fmt: skip
+        beats = [each for each in trainer.callbacks if isinstance(each, Beats)]
+
+        def pulse() -> None:
+            for each in beats:
+                each.on_train_batch_end(trainer, pl_module, None, None, 0)
+
+        trainer.strategy.barrier("fastloop loads")  # ranks compete for the CPUs, so they begin and end together
+        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse))
+        trainer.strategy.barrier("fastloop has loaded")
+        raise _Measured
+
+    def _answer(self, trainer: Any, seen: Window) -> dict[str, Any]:
+        ms = 1e3 * seen.seconds / seen.made if seen.made > 0 else None
+        rate = seen.samples / seen.batches * seen.made / seen.seconds * trainer.world_size if seen.samples else None
+        steps = () if self.loop is None else self.loop.plan.steps
+        return {
+            "samples_per_s": rate, "ms_per_batch": ms,
+            "ms_per_step": None if ms is None else ms * trainer.accumulate_grad_batches,
+            "batches": seen.batches, "seconds": seen.seconds, "batch_size": seen.batch_size,
+            "workers": sum(int(getattr(loader, "num_workers", 0) or 0) for loader in live.loaders(trainer)),
+            "queue_drained": seen.drained, "window_too_short": seen.too_short,
+            "inactive": {step.rung: step.reason for step in steps if step.status == "skipped"},
+        }  # fmt: skip
+
+
+def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
+    """Take batches until what the queues held at first is out, and then for the time to be measured.
+
+    Args:
+        take: gives the next batch.
+        pulse: called with every batch, as a sign of life.
+    """
+    held = live.queued_batches(trainer)
+    passed = _pass(take, max(1, held), pulse)
+    sizes: list[int | None] = []
+    _settle(trainer)
+    before, begun = ready(trainer), time.perf_counter()
+    while True:
+        sizes.append(samples(take()))
+        pulse()
+        spent = time.perf_counter() - begun
+        enough = spent >= (LEAST_S if held else LEAST_S / 3) and len(sizes) >= max(FEWEST, 2 * held)
+        if enough or spent >= MOST_S:
+            break
+    _settle(trainer)
+    seconds, after = time.perf_counter() - begun, ready(trainer)
+    known = [size for size in sizes if size is not None]
+    made: float = len(sizes)
+    if before is not None and after is not None:
+        made += after - before
+    return Window(batches=len(sizes), samples=sum(known) if len(known) == len(sizes) else None, seconds=seconds,
+                  batch_size=int(statistics.median(known)) if known else None, made=made,
+                  drained=passed >= held and before is not None and after is not None)  # fmt: skip
+
+
+def _pass(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> int:
+    """Take batches without counting them, as many as wanted or as time allows; how many it were."""
+    end = time.perf_counter() + MOST_S
+    for number in range(wanted):
+        if number and time.perf_counter() > end:
+            return number
+        take()
+        pulse()
+    return wanted
+
+
+def _batches(combined: Any) -> Callable[[], Any]:
+    """Gives batch after batch, epoch after epoch, from the iterator that Lightning made for its loop."""
+
+    def take() -> Any:
+        for _ in range(2):
+            try:
+                return next(combined)[0]
+            except StopIteration:
+                iter(combined)
+        raise training.nothing_to_train("a train loader without batches")
+
+    return take
+
+
+def ready(trainer: Any) -> int | None:
+    """Batches that workers have made and nobody has taken yet; None where that cannot be read.
+
+    Not what `queue.batches_owed` leaves of a queue's length: near the end of an epoch less is asked for than it holds.
+    """
+    if not live.queued_batches(trainer):
+        return 0
+    counts = [_ready(each) for each in live.iterators(trainer) if queue.live_workers(each) is not None]
+    return sum(count or 0 for count in counts) if counts and None not in counts else None
+
+
+def _ready(iterator: Any) -> int | None:
+    """Source: torch/utils/data/dataloader.py, as in `evidence/queue.py`; early arrivals carry their data."""
+    try:
+        early = sum(len(info) == 2 for info in iterator._task_info.values())
+        return early + int(iterator._data_queue.qsize())
+    except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
+        return None if queue.live_workers(iterator) else 0
+
+
+def _settle(trainer: Any) -> None:
+    """Let the copies that were begun end."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda" and any(isinstance(loader, DeviceFeed) for loader in live.loaders(trainer)):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,130 @@
+"""Which values of a rung's one number are tried, and which of them is chosen: decisions without a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fastloop.report.summary import short
+
+KEYS = {"workers": "count", "prefetch": "depth", "batch": "micro_batch", "overlap": "bucket_cap_mb"}
+"""The number of each rung that can be searched for."""
+TOLERANCE = {"workers": 0.02, "prefetch": 0.02, "batch": 0.01, "overlap": 0.02}
+"""The smallest value that is slower than the best one by no more than this share is chosen."""
+WORSE = 0.03
+"""Two values in a row that are slower by more end a search."""
+DEPTHS, BUCKETS_MB = (1, 2, 4), (10, 25, 50, 100)
+NOTHING_TO_MERGE = "an optimizer step has one loader batch, so there is nothing to merge"
+FEW = 3
+"""As many worker counts are trained with one by one: asking the loader alone first would take longer."""
+AMPLE = 0.8
+"""A loader that needs less than this share of what the rest of the step takes is not the limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What one value gave."""
+
+    value: int
+    step_ms: float | None = None
+    """Of an optimizer step, without what queues gave or took; None where it was not trained or could not be."""
+    samples_per_s: float | None = None
+    ok: bool = True
+    """False: it failed, or the rung was inactive."""
+    why: str | None = None
+
+
+def choose(ms: Mapping[int, float], tolerance: float) -> int | None:
+    """The smallest value that is slower than the fastest by no more than this share; None where there is none."""
+    return min((value for value in ms if ms[value] <= min(ms.values()) * (1 + tolerance)), default=None)
+
+
+def grid(what: str, *, cpus: int = 1, micro: int = 1, window: int = 1, yours: int | None = None) -> tuple[int, ...]:
+    """The values to try, ascending.
+
+    Args:
+        cpus: for each rank.
+        micro: samples of a loader batch.
+        window: loader batches of an optimizer step on one rank.
+        yours: what the user wrote, which is tried too.
+    """
+    values: Iterable[int] = DEPTHS if what == "prefetch" else BUCKETS_MB
+    if what == "workers":
+        values = [*(2**power for power in range(cpus.bit_length())), cpus]
+    elif what == "batch":
+        values = [micro * count for count in range(2, window + 1) if window % count == 0]
+    return tuple(sorted({*values, *(() if yours is None else (yours,))}))
+
+
+def hopeless(ms: Sequence[float | None]) -> bool:
+    """Whether the last two of these tries, in the order in which they were made, are slower than the best, or failed.
+
+    None: it failed.
+    """
+    best = min((each for each in ms if each is not None), default=math.inf)
+    return len(ms) > 2 and all(each is None or each > best * (1 + WORSE) for each in ms[-2:])
+
+
+def next_value(tried: Mapping[int, float | None], bounds: Mapping[int, float], rest_ms: float, values: Sequence[int],
+               tolerance: float) -> int | None:  # fmt: skip
+    """The value to train with next, where it is known what each can give at most; None: enough is known.
+
+    First the one that promises most, then its neighbours, as long as they could still change the choice.
+
+    Args:
+        tried: step time by value; None: it failed.
+        bounds: by value, the time that its loader and the rest of the step leave possible.
+        rest_ms: the step without its loader: what is possible where a loader was not asked.
+    """
+    known = {value: ms for value, ms in tried.items() if ms is not None}
+    if not known:
+        left = {value: ms for value, ms in bounds.items() if value not in tried}
+        return choose(left, tolerance) if len(tried) < 2 else None
+    best, fastest = choose(known, tolerance), min(known.values())
+    at = values.index(best) if best in values else -1
+    above, below = values[at + 1 : at + 2], values[max(0, at - 1) : max(0, at)]
+    for value in above:
+        if value not in tried and bounds.get(value, rest_ms) < fastest * (1 - tolerance):
+            return value
+    for value in below:
+        if value not in tried and bounds.get(value, rest_ms) <= fastest * (1 + tolerance):
+            return value
+    return None
+
+
+def reason(what: str, points: Sequence[Point], base: int, best: int | None, yours: int | None,
+           loader_ms: Mapping[int, float], rest_ms: float | None) -> str:  # fmt: skip
+    """What there is to say of a search, in a sentence or two.
+
+    Args:
+        points: what was tried.
+        base: the value that stands for the training without the rung.
+        best: what was chosen.
+        loader_ms: what the loader alone takes for a step, by value, where it was asked.
+        rest_ms: what the step takes without its loader.
+    """
+    ms = {each.value: each.step_ms for each in points if each.step_ms is not None}
+    others, first = {value: each for value, each in ms.items() if value != base}, {each.value: each for each in points}
+    pct = f"{100 * TOLERANCE[what]:g} %"
+    if base not in ms:
+        said = f"the training as it is failed: {first[base].why}" if base in first else "nothing was measured"
+    elif not others:
+        causes = [each.why for each in points if each.value != base]
+        said = f"no value could be measured: {causes[0]}" if causes else NOTHING_TO_MERGE
+    elif best is None:
+        fastest = min(others, key=lambda value: others[value])
+        said = (f"no value is more than {pct} faster than the training without {what}: {short(others[fastest], 'ms')}"
+                f" a step with {fastest}, {short(ms[base], 'ms')} without")  # fmt: skip
+    else:
+        said = (f"{best} is the smallest value within {pct} of the fastest: {short(ms[best], 'ms')} a step,"
+                f" {short(ms[base], 'ms')} without {what}")  # fmt: skip
+    if yours is not None and yours != best:
+        said += f"; {yours} is what you wrote, and stands" + ("" if best is None else " until you lay the patch on top")
+    if loader_ms:
+        alone = ", ".join(f"{short(each)} with {value}" for value, each in loader_ms.items())
+        said += f"; alone, its loader takes {alone}, and all else {short(rest_ms, 'ms')}"
+    if best is None:
+        return said
+    doubt = "; its window was too short for what its queues hold" if first[best].why else ""
+    return f"{said}{doubt}; a search is no proof: prove it with fastloop ab"
