@@ -7,17 +7,15 @@ import io
 import os
 import shutil
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from fastloop import __version__
-from fastloop.commands.answer import Answer, Failed
-from fastloop.commands.shell import Commands, check_writable, hear_signals, stdout_to_stderr, usage, write
-from fastloop.errors import FastLoopError
+from fastloop.commands.answer import Answer
+from fastloop.commands.shell import Commands, check_writable, hear_signals, last_words, seconds, stdout_to_stderr, write
 
 _json = click.option("--json", "json_to", metavar="FILE|-", help="One JSON object to a file, or to stdout with '-'.")
 _more = click.option("--config", "more", multiple=True, metavar="MORE.yaml", help="A patch: a file, rung or ladder.")
@@ -26,6 +24,14 @@ _force = click.option("--force", is_flag=True, help="Write into a directory that
 _limit = click.option("--limit", "limit_s", type=click.FloatRange(min=1), default=3600.0, show_default=True,
                       metavar="SECONDS", help="For each training it runs.")  # fmt: skip
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+_resume = click.option("--resume", metavar="DIR", help="Go on where it stopped; repeats nothing that finished.")
+
+
+def _trains(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that trains in processes of its own."""
+    for option in (_json, _limit, _force, _out, _more):
+        command = option(command)
+    return command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -121,49 +127,97 @@ def plan(conf: str, overrides: Sequence[str], more: Sequence[str], json_to: str 
 @_force
 @click.option("--trust-checkpoint", is_flag=True, help="Resume from a checkpoint that needs code to load.")
 @_json
-def run(conf: str, overrides: Sequence[str], more: Sequence[str], out: str | None, force: bool, trust_checkpoint: bool,
-        json_to: str | None) -> None:  # fmt: skip
+def run(conf: str, json_to: str | None, **asked: Any) -> None:
     """Train, watch, verify, diagnose."""
     from fastloop.commands import run as command
 
-    _answer(lambda: command.run(conf, more=more, overrides=overrides, out=out, force=force,
-                                trust_checkpoint=trust_checkpoint), json_to)  # fmt: skip
+    _answer(lambda: command.run(conf, **asked), json_to)
 
 
 @cli.command()
 @click.argument("target", metavar="RUN_DIR|CONF")
 @_overrides
-@_more
 @click.option("--syncs", is_flag=True, help="Name the lines of your code that wait for the device.")
 @click.option("--trace", type=click.IntRange(min=1), metavar="N", help="Record N steps after the timed ones.")
-@_out
-@_force
-@_limit
-@_json
-def diagnose(target: str, overrides: Sequence[str], more: Sequence[str], syncs: bool, trace: int | None,
-             out: str | None, force: bool, limit_s: float, json_to: str | None) -> None:  # fmt: skip
+@_trains
+def diagnose(target: str, json_to: str | None, **asked: Any) -> None:
     """Why the GPU is idle: of a run there was, or of a configuration, which it runs."""
     from fastloop.commands import diagnose as command
 
-    _answer(lambda: command.diagnose(target, more=more, overrides=overrides, syncs=syncs, trace=trace, out=out,
-                                     force=force, limit_s=limit_s, progress=_say), json_to)  # fmt: skip
+    _answer(lambda: command.diagnose(target, progress=_say, **asked), json_to)
 
 
 @cli.command()
 @click.argument("conf")
 @_overrides
-@_more
-@_out
-@_force
-@_limit
-@_json
-def headspace(conf: str, overrides: Sequence[str], more: Sequence[str], out: str | None, force: bool, limit_s: float,
-              json_to: str | None) -> None:  # fmt: skip
+@_trains
+def headspace(conf: str, json_to: str | None, **asked: Any) -> None:
     """The ceilings: replayed batch, resident batch, no exchange."""
     from fastloop.commands import headspace as command
 
-    _answer(lambda: command.headspace(conf, more=more, overrides=overrides, out=out, force=force, limit_s=limit_s,
-                                      progress=_say), json_to)  # fmt: skip
+    _answer(lambda: command.headspace(conf, progress=_say, **asked), json_to)
+
+
+@cli.command()
+@click.argument("base", required=False)
+@_overrides
+@click.option("--vs", multiple=True, metavar="PATCH.yaml|RUNG|KEY=VALUE[,…]", help="One arm; repeat for more.")
+@click.option("--script", metavar="TRAIN.py", help="Compare on a Lightning script of yours, unmodified.")
+@click.option("--args", default="", metavar="'…'", help="The script's arguments.")
+@click.option("--runs", default="5", show_default=True, metavar="N|auto", help="Runs of each arm.")
+@click.option("--steps", default="auto", show_default=True, metavar="N|auto", help="Optimizer steps of each run.")
+@click.option("--aa", is_flag=True, help="Allow arms that are the same: this tests the judge.")
+@click.option("--band", "band_pct", type=click.FloatRange(min=0, min_open=True), default=3.0, show_default=True,
+              metavar="PERCENT", help="A difference that nobody cares about.")  # fmt: skip
+@_resume
+@_trains
+def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **asked: Any) -> None:
+    """Is a change faster, and is it still the same training? The runs decide."""
+    from fastloop.commands import ab as command
+
+    request = command.request(**asked)
+    _answer(lambda: command.ab(request, out=out, force=force, resume=resume, progress=_say), json_to)
+
+
+@cli.command()
+@click.argument("conf")
+@_overrides
+@click.option("--budget", default="20m", show_default=True, metavar="TIME", help="90s, 20m or 2h.")
+@click.option("--allow", multiple=True, type=click.Choice(["changes-training"]), help="Try rungs of this class too.")
+@_resume
+@_trains
+def climb(conf: str, budget: str, json_to: str | None, **asked: Any) -> None:
+    """Find the fastest stack of rungs that is still the same training, and prove it."""
+    from fastloop.commands import climb as command
+
+    budget_s = seconds(budget, "--budget")
+    _answer(lambda: command.climb(conf, budget_s=budget_s, progress=_say, **asked), json_to)
+
+
+@cli.command()
+@click.argument("conf")
+@click.argument("what", metavar="WHAT")
+@_overrides
+@_trains
+def tune(conf: str, what: str, json_to: str | None, **asked: Any) -> None:
+    """One search, for one number: WHAT is workers, prefetch, batch or overlap. Prints a YAML patch."""
+    from fastloop.commands import tune as command
+
+    _answer(lambda: command.tune(conf, what, progress=_say, **asked), json_to)
+
+
+@cli.command("exec")
+@click.option("--config", metavar="LADDER", help="Rungs to switch on: a ladder, rung or file; default: only watch.")
+@_out
+@_force
+@_json
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND…")
+def exec_(command: Sequence[str], json_to: str | None, **asked: Any) -> None:
+    """Run a Lightning script of yours, unmodified, with FastLoop in its Trainer."""
+    from fastloop.commands import execute
+
+    with stdout_to_stderr() if json_to != "-" else contextlib.nullcontext():  # stdout is the script's
+        _answer(lambda: execute.execute(command, progress=_say, **asked), json_to)
 
 
 @cli.command()
@@ -228,29 +282,13 @@ def _main() -> int:
     try:
         columns = shutil.get_terminal_size().columns
         cli.main(prog_name="fastloop", standalone_mode=False, terminal_width=max(30, min(columns, 80) - 2))
-    except FastLoopError as error:
-        _say(f"fastloop: {error}")
-        return error.exit_code
-    except Failed as failure:
-        _say(str(failure))
-        return failure.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
-    except click.ClickException as error:
-        _say(f"fastloop: {usage(error)}")
-        return 2
-    except (KeyboardInterrupt, click.Abort):
-        _say("fastloop: interrupted")
-        return 130
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            _say(error.code)
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except Exception as error:
-        traceback.print_exc()
-        _say(f"fastloop: this is a fault of fastloop's: {type(error).__name__}: {error}")
-        return 1
+    except BaseException as error:
+        text, code = last_words(error)
+        _say(text)
+        return code
     return 0
 
 

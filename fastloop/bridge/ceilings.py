@@ -76,13 +76,15 @@ def take_away(trainer: Any, variation: str) -> None:
         trainer.callbacks.append(NoExchange())
 
 
-def replay(trainer: Any, *, on_device: bool = False, change: Callable[[list[Any]], list[Any]] | None = None) -> None:
+def replay(trainer: Any, *, on_device: bool = False, change: Callable[[list[Any]], list[Any]] | None = None,
+           count: Callable[[], int] | None = None) -> None:  # fmt: skip
     """Let a Trainer's next fit train on replayed batches.
 
     Args:
         change: what becomes of the batches before they are replayed.
+        count: how many, asked when the loader is there; None: a few, as memory and time allow.
     """
-    trainer.strategy.process_dataloader = _Substitution(trainer, on_device, change)
+    trainer.strategy.process_dataloader = _Substitution(trainer, on_device, change, count)
 
 
 class Replay:
@@ -138,8 +140,9 @@ class NoExchange(Callback):
 class _Substitution:
     """What the strategy answers when Lightning asks about a loader."""
 
-    def __init__(self, trainer: Any, on_device: bool, change: Callable[[list[Any]], list[Any]] | None) -> None:
-        self.trainer, self.on_device, self._change = trainer, on_device, change
+    def __init__(self, trainer: Any, on_device: bool, change: Callable[[list[Any]], list[Any]] | None,
+                 count: Callable[[], int] | None) -> None:  # fmt: skip
+        self.trainer, self.on_device, self._change, self._count = trainer, on_device, change, count
         self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
         """Batches and windows by the number of the loader: a reload loads nothing again."""
         self._epoch, self._leaf = -1, -1
@@ -161,7 +164,7 @@ class _Substitution:
         source = loader.inner if isinstance(loader, LazyLoader) else loader
         sampler = _windows(self.trainer.strategy)
         if self._leaf not in self._kept:
-            batches = _load(source, self._most(source))
+            batches = _load(source, self._most(source)) if self._count is None else _first(source, self._count())
             sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
             if self._change is not None:
                 batches = self._change(batches)
@@ -248,11 +251,23 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     ended = ended or survey.length(source) == len(kept)
     if ended and len(kept) > 1 and (samples(kept[-1]) or 0) < (samples(kept[0]) or 0):
         kept.pop()
+    _end_workers(source, iterator)
+    return kept
+
+
+def _first(source: Any, count: int) -> list[Any]:
+    """So many batches of a loader, or all of an epoch."""
+    iterator = iter(source)
+    kept = list(itertools.islice(iterator, count))
+    _end_workers(source, iterator)
+    return kept
+
+
+def _end_workers(source: Any, iterator: Any) -> None:
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
     if hasattr(source, "_iterator"):
         source._iterator = None
-    return kept
 
 
 def _fresh(batch: Any) -> Any:

@@ -1,16 +1,266 @@
-"""Which samples each optimizer step saw, with how many backwards and at which learning rates."""
+"""Which samples each optimizer step saw, with how many backwards and at which learning rates.
+
+For trial processes: what it changes it does not put back, but it draws no random numbers, changes no order and costs a
+few microseconds a batch, the same in every arm. It writes ``ledger.json`` (``ledger-1.json`` and so on for the other
+ranks) when the training ends::
+
+    schema, rank
+    ids        sampler: the ids that the loader's sampler drew; content: marks of what the batches hold; null: unknown
+    why        the reason, where they are unknown
+    steps      one [hash of the samples in order, samples, backwards done, [learning rates]] per optimizer step, at most
+               10,000. The hash does not depend on how samples are cut into batches
+    planned    backwards each of these steps was to have, as the micro-batches were planned
+    optimizer_steps, partial
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.beats import hear_only
+from fastloop.bridge.drawn import Batch, Drawn, listen
+from fastloop.feeds.pieces import CannotSplit, cut
+from fastloop.feeds.tree import samples
+from fastloop.report import files
+
+MOST_STEPS = 10_000
+_SPREAD, _KEPT = 64, 3
+"""Parameters whose gradients are counted in the first step, and from then on."""
 
 
 class Ledger(Callback):
-    """Being written."""
+    """Writes down what each optimizer step was made of."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.why: str | None = None
+        self._drawn: list[Drawn] = []
+        self._epoch, self._step = -1, 0
+        self._backwards: Backwards | None = None
+        self._begin(0)
+        hear_only(self, "on_before_optimizer_step", "on_train_batch_end")
 
     @classmethod
-    def into(cls, trainer: Any, out: Path) -> None:
-        """Let a Trainer's next fit keep a ledger in this directory."""
+    def into(cls, trainer: Any, out: Path) -> Ledger:
+        """Let a Trainer's next fit keep a ledger in this directory. Before the fit, or in a callback's ``setup``."""
+        ledger = cls(out)
+        trainer.callbacks.append(ledger)
+        before = vars(trainer.strategy).get("process_dataloader")
+        trainer.strategy.process_dataloader = _Listening(trainer, ledger, before)
+        return ledger
+
+    def listen(self, trainer: Any, loader: Any, given: Any) -> Any:
+        """A train loader is about to be used; Lightning asks one by one, and for all again when it reloads them."""
+        if trainer.current_epoch != self._epoch:
+            self._epoch, self._drawn = trainer.current_epoch, []
+        try:
+            loader, drawn = listen(loader, given)
+        except Exception as error:
+            self.why = f"{type(error).__name__}: {error}"
+            return loader
+        self._drawn.append(drawn)
+        return loader
+
+    # -- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Of this fit nothing is known, and what an earlier one left in the directory is none of its."""
+        if stage != "fit":
+            return
+        self.why, self._drawn, self._epoch = None, [], -1
+        if trainer.is_global_zero:
+            for path in self.out.glob("ledger*.json"):
+                path.unlink(missing_ok=True)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Not before: rung `batch` refuses a model that carries such hooks, and has made its plan by now.
+        self._begin(trainer.global_step)
+        self._backwards = Backwards(pl_module)
+        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+            self.why = "training_step takes its batches itself"
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        # By optimizer: one that evaluates its closure several times comes here several times.
+        self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        try:
+            self._batch(trainer, batch)
+            if (step := trainer.global_step) != self._step:
+                self._step = step
+                self._close()
+        except Exception as error:  # a ledger must not end a training
+            self.why = f"{type(error).__name__}: {error}"
+            hear_only(self)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._write(trainer, partial=False)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._write(trainer, partial=True)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self._steps: list[list[Any]] = []
+        self._planned: list[int | None] = []
+        self._count = 0
+        self._rates: dict[int, list[Any]] = {}
+        self._uncut = 0
+        self._next_step()
+
+    def _next_step(self) -> None:
+        self._rates.clear()
+        self._hashes: dict[tuple[int, int], Any] = {}
+        self._samples: int | None = 0
+        self._plan = 0
+
+    def _batch(self, trainer: Any, batch: Any) -> None:
+        """One batch of the Trainer's, which every loader had a part in."""
+        taken = [drawn.take() for drawn in self._drawn]
+        for number, part in enumerate(taken):
+            if part is not None:
+                for stream, content in enumerate(part.streams):
+                    self._hash(number, stream).update(content)
+        known = [part for part in taken if part is not None]
+        if not known and self.why is None:
+            self.why = "more batches were used than the loader was seen to hand out"
+        rows = known[0].samples if known and known[0].samples is not None else samples(batch)
+        self._samples = None if self._samples is None or rows is None else self._samples + rows
+        self._plan += self._pieces(trainer.strategy, known[0] if known else None, samples(batch))
+
+    def _hash(self, loader: int, stream: int) -> Any:
+        if (known := self._hashes.get((loader, stream))) is None:
+            known = self._hashes[loader, stream] = hashlib.blake2b(digest_size=8)
+        return known
+
+    def _pieces(self, strategy: Any, part: Batch | None, rows: int | None) -> int:
+        """Backwards this batch was to have."""
+        micro = getattr(getattr(strategy, "fastloop", None), "micro", None)
+        if micro is None or rows is None:
+            return 1
+        if micro.uncut != self._uncut:
+            self._uncut = micro.uncut
+            return 1
+        full = micro.windows.window if micro.windows is not None else 1
+        return _pieces(rows, micro.micro, part.window if part is not None else None, full)
+
+    def _close(self) -> None:
+        """An optimizer step is done."""
+        self._count += 1
+        if self._count <= MOST_STEPS:
+            digest = hashlib.blake2b(digest_size=8)
+            for _, each in sorted(self._hashes.items()):
+                digest.update(each.digest())
+            rates = [_kept(rate) for group in self._rates.values() for rate in group]
+            done = self._backwards.take() if self._backwards is not None else None
+            self._steps.append([digest.hexdigest() if self._hashes else None, self._samples, done, rates])
+            self._planned.append(self._plan)
+        self._next_step()
+
+    def _write(self, trainer: Any, *, partial: bool) -> None:
+        try:
+            seen = self._backwards is not None and self._backwards.seen
+            if self._backwards is not None:
+                self._backwards.remove()
+            name = "ledger.json" if trainer.global_rank == 0 else f"ledger-{trainer.global_rank}.json"
+            whys = [self.why, *(drawn.why for drawn in self._drawn), None if self._drawn else "no loader was seen"]
+            why = next((each for each in whys if each is not None), None)
+            sources = {drawn.source for drawn in self._drawn}
+            ids = None if why is not None else "content" if "content" in sources else "sampler"
+            rows = [[each if ids else None, count, done if seen else None, [_number(rate) for rate in rates]]
+                    for each, count, done, rates in self._steps]  # fmt: skip
+            content = {"schema": files.SCHEMA, "rank": trainer.global_rank, "ids": ids, "why": why, "steps": rows,
+                       "planned": self._planned, "optimizer_steps": self._count, "partial": partial}  # fmt: skip
+            files.write(self.out, {name: json.dumps(content, allow_nan=False) + "\n"})
+        except Exception as error:  # a full disk, say; the training has ended well
+            self.why = f"{type(error).__name__}: {error}"
+
+
+class _Listening:
+    """What the strategy answers when Lightning asks about a loader: as before, and the ledger listens to it."""
+
+    def __init__(self, trainer: Any, ledger: Ledger, before: Callable[[Any], Any] | None) -> None:
+        self.trainer, self.ledger, self.before = trainer, ledger, before
+
+    def __call__(self, given: Any) -> Any:
+        strategy = self.trainer.strategy
+        # By the class as it is now: FastLoop gives the strategy another one in its setup.
+        ask = self.before or functools.partial(type(strategy).process_dataloader, strategy)
+        loader = ask(given)
+        return self.ledger.listen(self.trainer, loader, given) if self.trainer.state.stage == "train" else loader
+
+
+class Backwards:
+    """Counts the backwards that reached the parameters: those that were done, not those that were asked for.
+
+    In the first step many parameters are asked, for some may be frozen or take no part; a few of those with the most
+    gradients are kept.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        parameters = [each for each in module.parameters() if each.requires_grad and each.is_leaf]
+        spread = parameters[:: -(-len(parameters) // _SPREAD) or 1]
+        self._counters = [_Counter(each) for each in {id(each): each for each in [*spread, *parameters[-1:]]}.values()]
+        self._all = True
+        self.seen = False
+        """Some backward was seen at all: under a strategy with gradients of its own none is."""
+
+    def take(self) -> int:
+        """Backwards since it was last asked."""
+        count = max((counter.count for counter in self._counters), default=0)
+        if count and self._all:
+            most = [counter for counter in self._counters if counter.count == count]
+            kept = {id(most[n]): most[n] for n in (0, len(most) // 2, len(most) - 1)}
+            for counter in self._counters:
+                if id(counter) not in kept:
+                    counter.handle.remove()
+            self._counters, self._all, self.seen = list(kept.values()), False, True
+        for counter in self._counters:
+            counter.count = 0
+        return count
+
+    def remove(self) -> None:
+        """Let go of the parameters."""
+        for counter in self._counters:
+            counter.handle.remove()
+
+
+class _Counter:
+    """How often one parameter got a gradient."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self.count = 0
+        self.handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self.count += 1
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) -> int:
+    """Pieces that a batch of so many samples is cut into."""
+    try:
+        return len(cut(torch.empty(rows), micro, None if window is None else (window, full)))
+    except CannotSplit:
+        return 1
+
+
+def _kept(rate: Any) -> Any:
+    """A learning rate as it is now, without waiting for the device it may be on."""
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _number(rate: Any) -> float | None:
+    number = float(rate)
+    return number if abs(number) < float("inf") else None

@@ -14,6 +14,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import live, survey
 from fastloop.bridge.merge import Merge
 from fastloop.evidence import queue
+from fastloop.feeds.bounded import bounded
 from fastloop.feeds.device import DeviceFeed, StatefulDeviceFeed
 from fastloop.feeds.loader import LazyLoader, clone
 from fastloop.feeds.tree import tensors
@@ -78,6 +79,9 @@ class TrainLoaders:
                     if key.startswith("loader.") and key != "loader.window"}  # fmt: skip
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
             settings["batch_sampler"] = self._window(loader, window)
+        elif (settings.get("num_workers") or "feed.depth" in plan.wants) and \
+                (stand_in := bounded(getattr(loader, "batch_sampler", None))) is not None:  # fmt: skip
+            settings["batch_sampler"] = stand_in
         changed = clone(loader, settings) if settings else loader
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):

@@ -136,7 +136,7 @@ def _short(action: str) -> str:
 def _board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
     """What the GPU's own counters said; energy is the board's, and each board has its share of the samples."""
     if watch.device.type == "cuda":
-        products, convolutions = _tf32()
+        products, convolutions = tf32()
         flags = {"peaks": {"matmul_tf32": products, "convolution_tf32": convolutions}}
     else:
         flags = {}
@@ -151,7 +151,7 @@ def _board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[s
     }  # fmt: skip
 
 
-def _tf32() -> tuple[bool, bool]:
+def tf32() -> tuple[bool, bool]:
     """Whether float32 matrix products and convolutions run in TF32 here."""
     convolutions = torch.backends.cudnn
     try:

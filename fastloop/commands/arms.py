@@ -37,6 +37,10 @@ class Arm(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def plans_alone(self) -> bool:
+        """Whether it can be planned without being trained."""
+
     def config(self) -> Config:
         """Its checked configuration; of a script, that of the callback that is put into it. Raises ConfigError."""
 
@@ -51,6 +55,10 @@ class ConfigArm:
 
     name: str
     job: Job
+
+    @property
+    def plans_alone(self) -> bool:
+        return True
 
     def config(self) -> Config:
         return self.job.config()

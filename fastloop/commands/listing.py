@@ -8,6 +8,7 @@ import difflib
 import inspect
 from pathlib import Path
 
+from fastloop.commands import passports
 from fastloop.commands.answer import Answer
 from fastloop.errors import ConfigError
 from fastloop.ladder import Ladder, manual
@@ -46,7 +47,9 @@ def rungs(name: str | None) -> Answer:
                           do=f"write {close[0]}" if close else "write one of them")  # fmt: skip
     rung = ladder[name]
     settings = {field.name: getattr(rung, field.name) for field in dataclasses.fields(rung)}  # type: ignore[arg-type]
-    lines = [manual(name), "", inspect.cleandoc(type(rung).__doc__ or ""), "", f"rungs.{name}:"]
+    lines = [manual(name), "", inspect.cleandoc(type(rung).__doc__ or ""), "", *passports.lines(name)]
+    lines += ["", f"rungs.{name}:"]
     lines += [f"  {field}: {spell(value)}" for field, value in settings.items()]
-    return Answer(text="\n".join(lines), json={"schema": files.SCHEMA, "run_dir": None, "name": name,
-                                               "manual": manual(name), "settings": settings})  # fmt: skip
+    page = {"schema": files.SCHEMA, "run_dir": None, "name": name, "manual": manual(name), "settings": settings,
+               "passports": passports.of(name)}  # fmt: skip
+    return Answer(text="\n".join(lines), json=page)

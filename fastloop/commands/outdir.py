@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from fastloop.errors import ConfigError
 from fastloop.shipped import safe_name
 
 ROOT = Path("fastloop-runs")
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,38 @@ def _utc() -> str:
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(got=f"run directory {path}", why=f"it cannot be written: {error.strerror or error}",
                        do="write --out with a directory of yours that has room")  # fmt: skip
+
+
+@contextlib.contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Keep other commands of this kind out of a directory, for as long as this process lives at most.
+
+    Raises:
+        ConfigError: another one is at work there, or it cannot be written.
+    """
+    lock = path / LOCK
+    try:
+        file = lock.open("a+")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    with file:
+        if not _locks(file.fileno()):
+            raise ConfigError(got=f"run directory {path}", why="another fastloop is at work in it",
+                              do="wait for it, or write another --out") from None  # fmt: skip
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _locks(descriptor: int) -> bool:
+    """Whether nobody else has the lock; true where there are none, as on some file systems."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True

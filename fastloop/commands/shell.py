@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from fastloop.errors import ConfigError
+from fastloop.commands.answer import Failed
+from fastloop.commands.disk import NO_ROOM
+from fastloop.errors import ConfigError, FastLoopError
 
 
 class Commands(click.Group):
@@ -58,6 +62,14 @@ def write(path: Path, text: str, mode: str = "w") -> None:
                           do="write a file in a directory of yours, or - for stdout") from None  # fmt: skip
 
 
+def seconds(text: str, option: str) -> float:
+    """A time such as ``90s``, ``20m``, ``2h`` or ``90`` in seconds; raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(got=f"{option} {text}", why="it is no time", do="write 90s, 20m or 2h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
 def hear_signals() -> list[int]:
     """Let SIGTERM end the program as Ctrl-C does, its directories given back; gives the signals as they come.
 
@@ -73,6 +85,27 @@ def hear_signals() -> list[int]:
         if signal.getsignal(number) == default:
             signal.signal(number, stop)
     return heard
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    """What a program that ends by this says on stderr, and its exit code."""
+    if isinstance(error, FastLoopError):
+        return f"fastloop: {error}", error.exit_code
+    if isinstance(error, Failed):
+        return str(error), error.exit_code
+    if isinstance(error, click.ClickException):
+        return f"fastloop: {usage(error)}", 2
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return "fastloop: interrupted", 130
+    if isinstance(error, SystemExit):
+        code = error.code
+        return code if isinstance(code, str) else "", code if isinstance(code, int) else int(code is not None)
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        got = str(error.filename or "what it answers")
+        why = f"it cannot be written: {error.strerror}"
+        return f"fastloop: {FastLoopError(got=got, why=why, do='make room, or write to another disk')}", 1
+    told = "".join(traceback.format_exception(error))
+    return f"{told}fastloop: this is a fault of fastloop's: {type(error).__name__}: {error}", 1
 
 
 def usage(error: click.ClickException) -> ConfigError:

@@ -25,15 +25,15 @@ from fastloop.errors import ConfigError
 from fastloop.report import files
 from fastloop.secrets import Scrubber
 
-Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", "rates", "gradients", "loader"]
-"""What a trial changes: see `bridge/ceilings.py`. ``flops``, ``rates``, ``gradients`` and ``loader`` answer something
-else than a measurement of a training."""
-ANSWERING = ("flops", "rates", "gradients", "loader")
+Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", "rates", "gradients", "loader", "plan"]
+"""What a trial changes: see `bridge/ceilings.py`. From ``flops`` on they answer something else than a measurement."""
+ANSWERING = ("flops", "rates", "gradients", "loader", "plan")
 
 CHILD = "fastloop.commands.trial_child"
 TRIAL, ANSWER = "trial.json", "answer.json"
 NAMES = (TRIAL, ANSWER, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """What a trial writes into its directory beside the files of a run."""
+PER_RANK = ("ledger*.json", "gradients*.pt")
 
 _NOT_FOR_CHILDREN = ("FASTLOOP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
                      "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "PL_")  # fmt: skip
@@ -156,6 +156,8 @@ def clear(run_dir: Path) -> None:
     files.clear(run_dir)
     for name in NAMES:
         (run_dir / name).unlink(missing_ok=True)
+    for path in (path for pattern in PER_RANK for path in run_dir.glob(pattern)):
+        path.unlink(missing_ok=True)
 
 
 def finished(run_dir: Path) -> Trial | None:

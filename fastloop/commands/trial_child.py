@@ -53,13 +53,14 @@ def asked() -> dict[str, Any]:
 
 def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
     # Imported here, so that a wrong key is reported before torch is imported.
-    from fastloop.bridge import ceilings, counting, gradients, loading
+    from fastloop.bridge import ceilings, counting, dryrun, gradients, loading
 
     beat = out / supervise.BEAT
     answering: dict[str, Callable[[], Mapping[str, Any]]] = {
         "rates": counting.rates, "flops": lambda: counting.flops(config, beat),
         "loader": lambda: loading.measure(config, beat),
-        "gradients": lambda: gradients.measure(config, out, beat, job.reference and Path(job.reference)),
+        "plan": lambda: files.plan_json(dryrun.dry_run(config).plan),
+        "gradients": lambda: gradients.measure(config, out, beat, Path(job.reference) if job.reference else None),
     }  # fmt: skip
     if job.variation in answering:
         return answering[job.variation]()

@@ -60,18 +60,18 @@ class Document:
 
 def markdown(told: Document) -> str:
     """The report as Markdown; its pictures are in the page only."""
-    parts = [f"# fastloop {told.kind}", setting._fenced("\n".join(told.lines)), setting._plain(told.lede),
-             *map(setting._plain, told.also), *map(_section, told.sections), setting._plain(told.closing)]  # fmt: skip
+    parts = [f"# fastloop {told.kind}", setting.fenced("\n".join(told.lines)), setting.plain(told.lede),
+             *map(setting.plain, told.also), *map(_section, told.sections), setting.plain(told.closing)]  # fmt: skip
     return svg.printable("\n\n".join(filter(None, parts))) + "\n"
 
 
 def _section(section: Section) -> str:
-    parts = [f"## {setting._plain(section.title)}", *map(setting._plain, section.text)]
+    parts = [f"## {setting.plain(section.title)}", *map(setting.plain, section.text)]
     if section.table is not None:
-        parts.append(setting._section(section.table).partition("\n\n")[2])
-    parts.append("\n".join(f"* {setting._plain(line)}" for line in section.listed))
+        parts.append(setting.section(section.table).partition("\n\n")[2])
+    parts.append("\n".join(f"* {setting.plain(line)}" for line in section.listed))
     if section.code:
-        parts.append(setting._fenced(section.code.rstrip()))
+        parts.append(setting.fenced(section.code.rstrip()))
     return "\n\n".join(filter(None, parts))
 
 

@@ -26,52 +26,52 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
         words: ``name``, ``then`` and ``later`` as ``summary.lines`` takes them.
     """
     first = summary.lines(seen, plan, verdicts, findings, **words)
-    parts = [_fenced("\n".join(first)), _section(tables.step(seen)), _section(tables.parts(seen)),
-             _findings(findings, seen), *map(_section, readings.tables(seen)), _rungs(plan, verdicts),
+    parts = [fenced("\n".join(first)), section(tables.step(seen)), section(tables.parts(seen)),
+             _findings(findings, seen), *map(section, readings.tables(seen)), _rungs(plan, verdicts),
              _loss(seen), _listed("What these figures depend on", seen.state),
-             f"## Configuration that differs from the baseline\n\n{_fenced(changed_yaml.rstrip(), 'yaml')}",
-             _section(tables.environment(environment)), _listed("Not measured", readings.missing(seen))]  # fmt: skip
+             f"## Configuration that differs from the baseline\n\n{fenced(changed_yaml.rstrip(), 'yaml')}",
+             section(tables.environment(environment)), _listed("Not measured", readings.missing(seen))]  # fmt: skip
     if left_out:
         parts.append(f"## Left out, and how to try it\n\n{left_out}")
-    parts += [_plain(note), DISCLAIMER]
+    parts += [plain(note), DISCLAIMER]
     return "# fastloop report\n\n" + "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _fenced(text: str, kind: str = "") -> str:
+def fenced(text: str, kind: str = "") -> str:
     """A block that is shown as it is, between fences longer than any inside it."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{kind}\n{text}\n{fence}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A text on one line, with nothing in it that Markdown would take for markup."""
     return _MARKUP.sub(lambda found: f"\\{found[0]}", " ".join(text.split()))
 
 
-def _section(table: Table) -> str:
+def section(table: Table) -> str:
     """A table under its heading, or the sentence that stands for it."""
     parts = [f"## {table.title}"]
     if table.rows:
         rule = ["---:" if column in table.numeric else "---" for column in range(len(table.head))]
-        rows = [table.head, rule, *([_plain(cell) for cell in row] for row in table.rows)]
+        rows = [table.head, rule, *([plain(cell) for cell in row] for row in table.rows)]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    return "\n\n".join([*parts, *filter(None, [_plain(table.note)])])
+    return "\n\n".join([*parts, *filter(None, [plain(table.note)])])
 
 
 def _listed(title: str, said: Sequence[str]) -> str:
-    return f"## {title}\n\n" + "\n".join(f"* {_plain(line)}" for line in said) if said else ""
+    return f"## {title}\n\n" + "\n".join(f"* {plain(line)}" for line in said) if said else ""
 
 
 def _findings(findings: Sequence[Finding], seen: Measurement) -> str:
-    lines = [f"* {_plain(name)}: {_plain(line)}" for name, line in tables.details(findings, seen)]
-    return "\n\n".join(filter(None, [_section(tables.findings(findings, seen)), "\n".join(lines)]))
+    lines = [f"* {plain(name)}: {plain(line)}" for name, line in tables.details(findings, seen)]
+    return "\n\n".join(filter(None, [section(tables.findings(findings, seen)), "\n".join(lines)]))
 
 
 def _rungs(plan: Plan, verdicts: Sequence[Verdict]) -> str:
-    text = _section(tables.rungs(verdicts))
+    text = section(tables.rungs(verdicts))
     if not verdicts:
         return text
-    notes = "\n".join(f"* `{rung}`: {_plain(note)}" for rung, note in tables.rung_notes(plan))
+    notes = "\n".join(f"* `{rung}`: {plain(note)}" for rung, note in tables.rung_notes(plan))
     return "\n\n".join(filter(None, [text, f"Parity class of the plan: {plan.parity}.", notes]))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.windows import counted_in_steps, why_not_merged
 from fastloop.measurement import Measurement
-from fastloop.records import Change, Facts, Verdict
+from fastloop.records import Change, Facts, Parity, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Batch:
             if (reason := why_not_merged(facts, facts.loader)) is not None:
                 raise NotApplicable(reason)
             notes += counted_in_steps(facts, facts.loader)
-            return Change(parity="approximate", notes=tuple(notes),
+            return Change(parity=_parity(facts), notes=tuple(notes),
                           wants={"step.micro_batch": micro, "loader.window": window,
                                  "trainer.accumulate_grad_batches": 1},
                           # A short last batch is a piece of its own even where a window runs in one.
@@ -63,7 +63,7 @@ class Batch:
             raise NotApplicable(f"micro_batch={micro} with batches of {size} and no accumulation: a larger one would"
                                 " change the global batch" if micro > size else
                                 f"the loader's batches already have {size} samples")  # fmt: skip
-        return Change(parity="approximate", notes=tuple(notes), wants={"step.micro_batch": micro},
+        return Change(parity=_parity(facts), notes=tuple(notes), wants={"step.micro_batch": micro},
                       facts={"micro_batches": True})  # fmt: skip
 
     def _refuse(self, facts: Facts) -> None:
@@ -92,7 +92,8 @@ class Batch:
                  " changes with the micro-batch: prove yours with fastloop ab"]  # fmt: skip
         if facts.batchnorms:
             names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
-            notes.append(f"{len(facts.batchnorms)} BatchNorm layers see micro-batches of {self.micro_batch}: {names}")
+            notes.append(f"{len(facts.batchnorms)} BatchNorm layers normalise over micro-batches of {self.micro_batch},"
+                         f" which changes the training: {names}")  # fmt: skip
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -108,3 +109,8 @@ class Batch:
         if problem:
             why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
         return Verdict(took=True, why=why)
+
+
+def _parity(facts: Facts) -> Parity:
+    """BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order."""
+    return "changes-training" if facts.batchnorms else "approximate"

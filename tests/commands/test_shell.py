@@ -80,3 +80,35 @@ def test_an_ignored_signal_stays_ignored() -> None:
 def test_an_option_that_is_an_override() -> None:
     error = shell.usage(click.NoSuchOption("--rungs.amp.enabled"))
     assert "without dashes" in error.do
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400)])
+def test_times(text: str, expected: float) -> None:
+    assert shell.seconds(text, "--budget") == expected
+
+
+@pytest.mark.parametrize("text", ["", "0m", "20 minutes", "-3s", "m", "1e3"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budget"):
+        shell.seconds(text, "--budget")
+
+
+@pytest.mark.parametrize(("error", "said", "code"), [
+    (ConfigError(got="x", why="y", do="z"), "fastloop: got x\n  why y\n  do  z", 2),
+    (KeyboardInterrupt(), "fastloop: interrupted", 130), (SystemExit(143), "", 143), (SystemExit("bye"), "bye", 1),
+    (SystemExit(), "", 0), (click.UsageError("what?"), "fastloop: got fastloop", 2),
+    (OSError(28, "No space left on device", "/data/x"), "fastloop: got /data/x\n  why it cannot be written: No", 1),
+    (OSError(28, "No space left on device"), "fastloop: got what it answers", 1),
+    (PermissionError(13, "no"), "this is a fault of fastloop's: PermissionError", 1),
+    (ZeroDivisionError("by zero"), "this is a fault of fastloop's: ZeroDivisionError: by zero", 1),
+], ids=str)  # fmt: skip
+def test_last_words(error: BaseException, said: str, code: int) -> None:
+    text, found = shell.last_words(error)
+    assert found == code and (said in text if said else text == "")
+
+
+def test_a_full_disk_is_no_fault_of_ours() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "fastloop", "recipes", "--json", "-"], stdout=full,
+                              stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    assert "fault of fastloop's" not in done.stderr and "disk" in done.stderr and done.returncode == 1

@@ -78,7 +78,8 @@ def test_plan_says_what_changes() -> None:
     names = ("net.1", "net.4", "net.7", "head.bn")
     notes = Batch(enabled=True, micro_batch=16).plan(facts(accumulate=4, batchnorms=names, val_check_interval=8)).notes
     assert notes == (
-        NOTE, "4 BatchNorm layers see micro-batches of 16: net.1, net.4, net.7, …",
+        NOTE, "4 BatchNorm layers normalise over micro-batches of 16, which changes the training: net.1, net.4, net.7,"
+        " …",
         "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
         "val_check_interval 8 batches = 2 steps",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
@@ -237,7 +238,9 @@ def test_the_users_word_on_the_loss_counts() -> None:
 def test_batchnorm_is_warned_by_layer_and_differs() -> None:
     plain, ours = both(SPLIT, batches, Normed, max_epochs=3)
     assert ours.loop is not None and ours.verdict("batch").took
-    assert "1 BatchNorm layers see micro-batches of 3: net.1" in ours.loop.plan.steps[0].change.notes
+    assert any("1 BatchNorm layers normalise" in note for note in ours.loop.plan.steps[0].change.notes)
+    assert ours.verdict("batch").parity_class == "changes-training"
+    assert both(SPLIT, batches, max_epochs=1)[1].verdict("batch").parity_class == "approximate"
     assert distance(plain, ours) > 1e-3
 
 

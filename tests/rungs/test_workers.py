@@ -149,6 +149,7 @@ class Nested(Net):
 @pytest.mark.parametrize(("train", "module"), [
     (partial(batches, shuffle=True), Net), (partial(batches, drop_last=True, shuffle=True), Net),
     (lambda: batches(shuffle=True, generator=torch.Generator().manual_seed(3)), Net), (lambda: Named(6), Net),
+    (lambda: batches(24, shuffle=True, generator=torch.Generator().manual_seed(3)), Net),
     (lambda: DataLoader(numbered(20), batch_sampler=Odd()), Net),
     (lambda: DataLoader(numbered(20), batch_sampler=Chunks(6, "e")), Net),
     (lambda: CombinedLoader({"a": batches(shuffle=True)}, "max_size"), Nested), (lambda: None, FromModule),

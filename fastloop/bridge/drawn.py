@@ -1,0 +1,213 @@
+"""Which samples a train loader hands out, batch by batch: the ids its sampler drew, or a mark of what the batches hold.
+
+Both are noted in the order of use and in bytes that do not depend on how samples are cut into batches. Nothing here
+draws a random number or changes an order. For disposable processes: loaders are not put back.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fastloop.feeds.loader import LazyLoader, clone
+from fastloop.feeds.tree import samples, tensors
+from fastloop.feeds.windows import WindowSampler
+
+Source = Literal["sampler", "content"]
+_MARKS = 32
+"""Numbers noted of each sample of a tensor."""
+
+
+class Batch(NamedTuple):
+    """One batch of a loader."""
+
+    streams: tuple[bytes, ...]
+    """Bytes that name its samples one after the other: their ids, or one stream per tensor."""
+    samples: int | None
+    window: tuple[int, ...] | None
+    """Samples of each loader batch that was merged into it."""
+
+
+class Drawn:
+    """What one loader has handed out, or will, and nobody has taken in yet."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.why: str | None = None
+        """Why its samples are not known."""
+        self._batches: deque[Batch] = deque()
+
+    def begin(self) -> None:
+        """An epoch begins. What is left of one that was cut short is never used."""
+        self._batches.clear()
+
+    def add(self, batch: Batch) -> None:
+        self._batches.append(batch)
+
+    def take(self) -> Batch | None:
+        """The next batch in the order of use; None where the loader had no more."""
+        return self._batches.popleft() if self._batches else None
+
+
+def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
+    """Note what a train loader hands out from now on.
+
+    Args:
+        loader: what the Trainer is going to iterate.
+        given: what it was made of. The user's own object stays as it is: it is copied where its sampler is noted.
+
+    Returns the loader to use in its place.
+    """
+    holder, inner = None, loader
+    while isinstance(inner, LazyLoader):
+        holder, inner = inner, inner.inner
+    if not _draws_ids(inner):
+        return loader, _note_content(inner)
+    name = "sampler" if inner.batch_sampler is None else "batch_sampler"
+    known = getattr(inner, name)
+    drawn = known.drawn if isinstance(known, _Sampler) else Drawn("sampler")
+    if isinstance(known, _Sampler):  # a loader that comes again
+        drawn.begin()
+        return loader, drawn
+    noted = {name: _Sampler(known, drawn, batched=name == "batch_sampler")}
+    if inner is not _innermost(given):
+        inner.__dict__.update(noted)
+        return loader, drawn
+    twin = clone(inner, noted)
+    if holder is None:
+        return twin, drawn
+    holder.inner = twin
+    return loader, drawn
+
+
+def _innermost(loader: Any) -> Any:
+    while isinstance(loader, LazyLoader):
+        loader = loader.inner
+    return loader
+
+
+def _draws_ids(loader: Any) -> bool:
+    """Whether batches come in the order in which a sampler draws them."""
+    return (isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+            and getattr(loader, "in_order", True))  # fmt: skip
+
+
+# -- ids --------------------------------------------------------------------------------------------------------------
+
+
+class _Sampler:
+    """Stands in for a (batch) sampler and notes what it draws."""
+
+    def __init__(self, inner: Any, drawn: Drawn, *, batched: bool) -> None:
+        self.inner, self.drawn, self.batched = inner, drawn, batched
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn.begin()
+        iterator = iter(self.inner)
+        kind = _StatefulIterator if hasattr(iterator, "state_dict") else _Iterator
+        return kind(iterator, self._note)
+
+    def _note(self, drawn: Any) -> None:
+        ids = drawn if isinstance(drawn, (list, tuple)) else [drawn]
+        # Of a sampler that draws samples one by one where the dataset hands out whole batches, the size is not known.
+        count = len(ids) if self.batched else None
+        window = self.inner.sizes[-1] if isinstance(self.inner, WindowSampler) else None
+        self.drawn.add(Batch((_bytes(ids),), count, window))
+
+
+class _Iterator:
+    """Passes on what it is asked, and notes what comes out."""
+
+    def __init__(self, inner: Iterator[Any], note: Callable[[Any], None]) -> None:
+        self.inner, self._note = inner, note
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        drawn = next(self.inner)
+        self._note(drawn)
+        return drawn
+
+
+class _StatefulIterator(_Iterator):
+    """One that can say where it stands: torchdata asks the class, not the object."""
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def _bytes(ids: Any) -> bytes:
+    """The same whether the ids come in one list or in several."""
+    try:
+        return array("q", ids).tobytes()
+    except (TypeError, OverflowError):
+        return "".join(f"{each!r}\0" for each in ids).encode()
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+def _note_content(loader: Any) -> Drawn:
+    """Note what the batches of a loader hold, as it hands them out; at its class, for an object has no say in iter."""
+    kind: Any = type(loader)
+    if (known := vars(kind).get("fastloop_drawn")) is not None:
+        known.begin()
+        return known  # type: ignore[no-any-return]
+    drawn = Drawn("content")
+    if not hasattr(kind, "__iter__"):
+        drawn.why = f"a {kind.__name__} is read by index"
+        return drawn
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        drawn.begin()
+        return _Iterator(kind.__iter__(self), lambda batch: drawn.add(_content(batch, drawn)))
+
+    names = {"__iter__": __iter__, "__module__": kind.__module__, "fastloop_drawn": drawn}
+    try:
+        loader.__class__ = type(kind.__name__, (kind,), names)
+    except Exception as error:  # a list, or a class of a layout of its own
+        drawn.why = f"a {kind.__name__} does not let its batches be looked at: {error}"
+    return drawn
+
+
+def _content(batch: Any, drawn: Drawn) -> Batch:
+    """A mark of each sample: a few numbers of its ids and labels, or of all of it where it has none.
+
+    Those are no floating point and no bytes of an image, so they stay what they are when an image is augmented.
+    """
+    leaves = [leaf for leaf in tensors(batch) if leaf.device.type == "cpu" and leaf.layout == torch.strided]
+    if not leaves:
+        drawn.why = "the loader hands out batches that are on the device already, or hold no tensors"
+        return Batch((), samples(batch), None)
+    labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.element_size() > 1]
+    return Batch(tuple(_mark(leaf) for leaf in labels or leaves), samples(batch), None)
+
+
+def _mark(leaf: torch.Tensor) -> bytes:
+    """A few numbers of each row of a tensor [n, ...]."""
+    few = round(_MARKS ** (1 / max(1, leaf.dim() - 1)))
+    part = leaf.detach()[tuple(slice(None, None, max(1, -(-size // few)) if axis else None)
+                               for axis, size in enumerate(leaf.shape))]  # fmt: skip
+    return bytes(part.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,66 @@
+"""The numerics passports of the rungs: what the gates of past experiments on this machine said, newest first.
+
+Kept below ``$XDG_CACHE_HOME/fastloop/passports`` (``~/.cache`` without it), one file per rung. A passport is a note,
+never a condition: a cache that cannot be written or read is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fastloop import parity
+from fastloop.commands.readback import read
+from fastloop.comparison import Outcome, Sample
+from fastloop.report import files
+
+MOST = 20
+SHOWN = 3
+
+
+def folder() -> Path:
+    """Where they are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop" / "passports"
+
+
+def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an ``env.json`` decides about numbers."""
+    known = environment.get("versions") or {}
+    return {**{name: known.get(name) for name in ("torch", "lightning", "fastloop")},
+            "driver": environment.get("driver")}  # fmt: skip
+
+
+def keep(rung: str, outcome: Outcome, hardware: Mapping[str, Any], sample: Sample) -> None:
+    """Write down what came of a rung in an experiment of its own."""
+    if not outcome.gates:
+        return
+    entry = {**parity.passport(rung, outcome, hardware), "runs": len(sample.samples_per_s),
+             "date": datetime.now(timezone.utc).date().isoformat()}  # fmt: skip
+    with contextlib.suppress(OSError):
+        content = {"schema": files.SCHEMA, "rung": rung, "passports": [entry, *of(rung)][:MOST]}
+        files.write(folder(), {f"{rung}.json": files.dump(content)})
+
+
+def of(rung: str) -> list[dict[str, Any]]:
+    """Those of a rung, newest first."""
+    found = (read(folder() / f"{rung}.json") or {}).get("passports")
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def lines(rung: str) -> list[str]:
+    """The newest, for its manual page."""
+    found = of(rung)
+    if not found:
+        return [f"Numerics: no experiment on this machine yet; fastloop ab CONF --vs {rung} writes a passport."]
+    told = ["Numerics, as measured on this machine:"]
+    for one in found[:SHOWN]:
+        hardware = one.get("environment") or {}
+        passed = {True: "passed", False: "FAILED", None: "undecided"}[one.get("passed")]
+        told.append(f"  {one.get('date')}  {one.get('class')}, {passed}   {hardware.get('device_name')},"
+                    f" torch {hardware.get('torch')}, {one.get('runs')} runs")  # fmt: skip
+        told += [f"    {gate.get('name')}: {gate.get('why')}" for gate in one.get("gates") or []]
+    return told

@@ -1,0 +1,174 @@
+"""An arm that is a Lightning script of the user's, unmodified, with a FastLoop put into it for each run.
+
+The script runs as it would in a shell: its own seeding, data and schedules. It is told of a run's seed by
+``PL_GLOBAL_SEED``, which ``seed_everything()`` without a number takes; a seed that is written in the script stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastloop.commands import supervise
+from fastloop.commands.arms import Ask, Progress
+from fastloop.commands.carry import Event, carried, check, for_callback, happened, name_of, notes, step_of, unmeasured
+from fastloop.commands.readback import read
+from fastloop.commands.supervise import Ended, Limits
+from fastloop.commands.trial import ANSWER, TRIAL, Trial, clear, environment
+from fastloop.config import DEFAULT, NOT_FOR_CALLBACKS, Config, load
+from fastloop.errors import ConfigError
+from fastloop.report import files
+from fastloop.schema import fault
+from fastloop.secrets import Scrubber
+from fastloop.shipped import is_file
+
+VARIATIONS = ("as_it_is", "replayed", "resident", "no_exchange", "gradients")
+"""What can be asked of a script: what its own Trainer can show."""
+_OURS = ("PYTHONPATH", "PYTHONSAFEPATH")
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+def command_of(script: str, args: str = "") -> tuple[str, ...]:
+    """The command behind ``--script`` and ``--args``: a Python file by this Python, anything else as in a shell.
+
+    Raises:
+        ConfigError: there is no such script or command.
+    """
+    try:
+        given, more = shlex.split(script), shlex.split(args)
+    except ValueError as error:
+        raise ConfigError(got=f"--script {script} --args {args}", why=f"it cannot be split into words: {error}",
+                          do="close the quotes") from None  # fmt: skip
+    if len(given) == 1 and given[0].endswith(".py"):
+        if not is_file(Path(given[0])):
+            raise ConfigError(got=f"--script {given[0]}", why="there is no such file",
+                              do=f"check the path; it starts at {Path.cwd()}")  # fmt: skip
+        given = [sys.executable, *given]
+    check([*given, *more])
+    return (*given, *more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptArm:
+    """A script with patches: of its configuration only ``rungs``, ``watch`` and ``strict``, the rest is its own."""
+
+    name: str
+    command: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    seed: int = 0
+    """Of the first run."""
+
+    @property
+    def plans_alone(self) -> bool:
+        return False  # what there is to plan is known once the script has built it
+
+    def config(self) -> Config:
+        """The configuration of the callback that is put into it.
+
+        Raises:
+            ConfigError: it cannot be used, or has a section that describes a run.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            blank = Path(folder, "script.yaml")
+            blank.touch()
+            config = load(str(blank), more=self.more, overrides=self.overrides)
+        for key, origin in config.origins.items():
+            if (section := key.partition(".")[0]) in NOT_FOR_CALLBACKS and origin != DEFAULT:
+                raise fault(key, origin, f"{section} describes a run, and a script's is its own",
+                            "write only rungs, watch or strict; the script's own settings go into --args")  # fmt: skip
+        return config
+
+    def run(self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None,
+            progress: Progress | None = None) -> Trial:  # fmt: skip
+        """Run the script in a fresh process, to its end or to a limit.
+
+        Only its first fit that trains is measured. With ``ask.steps`` every fit of it ends after so many steps, and
+        schedules stay those of the whole training.
+
+        Raises:
+            ConfigError: nothing was started.
+            KeyboardInterrupt, SystemExit: it was stopped; the script has then ended.
+        """
+        _refuse(os.environ)
+        if ask.variation not in VARIATIONS:
+            raise ConfigError(got=f"{ask.variation} of a script", why="its Trainer cannot show that",
+                              do=f"ask for one of {', '.join(VARIATIONS)}")  # fmt: skip
+        warm = () if ask.warmup is None else (f"watch.warmup_steps={ask.warmup}",)
+        config = dataclasses.replace(self, overrides=(*self.overrides, *warm)).config()
+        folder.mkdir(parents=True, exist_ok=True)
+        clear(folder)
+        say = None if progress is None else (lambda line: progress(f"{label}: {line}"))
+        with carried(self._orders(config, folder.absolute(), ask), os.environ) as (variables, private):
+            variables["PL_GLOBAL_SEED"] = str(self.seed + ask.seed)
+            ended = supervise.supervise(self._wrapped(variables), folder, limits=limits, env=environment(os.environ),
+                                        stacks=True, progress=say)  # fmt: skip
+            events = happened(private)
+        trial = self._trial(label, folder, ask, config, ended, events)
+        files.write(folder, {TRIAL: files.dump({"schema": files.SCHEMA, **trial.row()})})
+        if say is not None:
+            for note in [*([f"its fit was measured, then: {ended.cause}"] if trial.ok and ended.cause else []),
+                         *notes(events)]:  # fmt: skip
+                say(note)
+        return trial
+
+    def _orders(self, config: Config, folder: Path, ask: Ask) -> dict[str, Any]:
+        settings, steps = for_callback(config), ask.steps
+        if ask.variation == "gradients":  # it ends by itself, and times nothing
+            settings, steps = {**settings, "watch": {"enabled": False}}, None
+        return {"out": str(folder), "config": settings, "max_steps": steps, "ledger": ask.ledger,
+                "variation": ask.variation, "reference": ask.reference and str(ask.reference.absolute()),
+                "beat": str(folder / supervise.BEAT), "stacks": True}  # fmt: skip
+
+    def _wrapped(self, variables: Mapping[str, str]) -> list[str]:
+        """The command with the variables of the user's shell and ours, and not with those its supervisor needs."""
+        base = environment(os.environ)
+        wanted = {name: value for name, value in os.environ.items()
+                  if name in base or name in _OURS or (name.startswith("PL_") and name not in _SEEDS)}  # fmt: skip
+        wanted |= variables
+        return ["env", *(part for name in base if name not in wanted for part in ("-u", name)),
+                *(f"{name}={value}" for name, value in wanted.items() if base.get(name) != value),
+                *self.command]  # fmt: skip
+
+    def _trial(self, label: str, folder: Path, ask: Ask, config: Config, ended: Ended,
+               events: Sequence[Event]) -> Trial:  # fmt: skip
+        hide = Scrubber(list(self.command)).text
+        measurement, answer = read(folder / "measurement.json"), read(folder / ANSWER)
+        name = name_of(self.command)
+        if ask.variation == "gradients":
+            cause = None if answer is not None else ended.cause or unmeasured(name, events, ended.code)
+        else:
+            cause = _cause(name, measurement, config.watch.warmup_steps, ended, events)
+        step = ended.last_step if ended.last_step is not None else step_of(events)
+        return Trial(name=label, ok=cause is None, cause=cause and hide(cause), seconds=ended.seconds, run_dir=folder,
+                     code=ended.code, last_step=step, tail=hide(ended.tail) if cause else "", measurement=measurement,
+                     answer=answer)  # fmt: skip
+
+
+def _refuse(environ: Mapping[str, str]) -> None:
+    if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
+        raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
+    if environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(got=f"WORLD_SIZE={environ['WORLD_SIZE']}", why="each run of a script starts its own ranks",
+                          do="run this command once, and write torchrun into --script")  # fmt: skip
+
+
+def _cause(name: str, measurement: Mapping[str, Any] | None, warmup: int, ended: Ended,
+           events: Sequence[Event]) -> str | None:  # fmt: skip
+    """Why there is no rate, in one line. A fit that came to its end was measured, whatever the script did after it."""
+    if measurement is None:
+        return ended.cause or unmeasured(name, events, ended.code)
+    steps = measurement.get("total_steps")
+    if measurement.get("partial"):
+        why = next((f": {event['why']}" for event in reversed(events) if event["event"] == "exception"), "")
+        return ended.cause or f"{name} exited after {steps} steps, inside its fit{why}"
+    if measurement.get("samples_per_s") is None and steps is not None and steps <= warmup:
+        return f"the fit of {name} ended after {steps} steps, before the window, which opens after {warmup}"
+    return None

@@ -1,0 +1,181 @@
+"""A machine that is made up: its steps take as long as its parts say, and nothing is trained. For tests of a climb."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastloop.commands.arms import Ask
+from fastloop.commands.ascent import Ascent
+from fastloop.commands.budget import Budget
+from fastloop.commands.candidates import Start
+from fastloop.commands.lab import Seen
+from fastloop.commands.lengths import Length
+from fastloop.commands.stack import Stack
+from fastloop.comparison import Gate, Outcome
+from fastloop.records import Parity
+
+BATCH, MICRO, START_S = 256, 64, 12.0
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """What a step of 256 samples costs, in milliseconds, and what each rung makes of it."""
+
+    decode_ms: float = 700.0
+    """In one process."""
+    device_ms: float = 130.0
+    host_ms: float = 40.0
+    copy_ms: float = 10.0
+    exchange_ms: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=lambda: {
+        "amp": 0.4, "layout": 1.0, "layout+amp": 0.85, "fused": 0.99, "compile": 0.85, "batch": 0.9})  # fmt: skip
+    """Of the device's time; a key with a ``+`` counts only where both are on."""
+    noise: float = 0.005
+    crashes: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Rungs that take no effect, and why."""
+    wrong: frozenset[str] = frozenset()
+    """Rungs that change the gradient."""
+    planned_off: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, Parity] = field(default_factory=lambda: {
+        "amp": "approximate", "layout": "approximate", "fused": "approximate", "compile": "approximate",
+        "batch": "approximate"})  # fmt: skip
+    contention: float = 1.0
+    """Beside a training, loading takes so much longer than alone."""
+    own_workers: int = 0
+
+    def workers(self, stack: Stack) -> int:
+        asked = stack.get("workers", {}).get("count", 8) if self.has("workers", stack) else self.own_workers
+        return int(asked)
+
+    def has(self, rung: str, stack: Stack) -> bool:
+        return rung in stack and rung not in self.idle and rung not in self.planned_off
+
+    def loader_ms(self, stack: Stack) -> float:
+        workers = self.workers(stack)
+        return self.decode_ms / min(workers, 12) if workers else self.decode_ms
+
+    def step_ms(self, stack: Stack, variation: str) -> float:
+        """Without noise."""
+        device = self.device_ms
+        for key, factor in self.factors.items():
+            if all(self.has(rung, stack) for rung in key.split("+")):
+                device *= factor
+        device += 0.0 if variation == "no_exchange" else self.exchange_ms
+        hidden = self.has("prefetch", stack) or variation == "resident"
+        copies = 0.0 if hidden else self.copy_ms / (2 if self.has("pin", stack) else 1)
+        rest = max(device + copies, self.host_ms)
+        if variation != "as_it_is":
+            return rest
+        loader = self.loader_ms(stack)
+        return max(rest, self.contention * loader) if self.workers(stack) else max(rest, loader + self.host_ms)
+
+
+class MadeUpLab:
+    """A Lab on such a machine. What it has done it finds again; its clock runs only while it works."""
+
+    def __init__(self, machine: Machine, *, done: dict[str, Seen] | None = None, best: Mapping[str, int] | None = None,
+                 before: Callable[[str], None] = lambda at: None) -> None:  # fmt: skip
+        self.machine, self.done, self.before = machine, {} if done is None else done, before
+        self.best = dict(best or {})
+        self.now = 0.0
+        self.budget = Budget(1e9, lambda: self.now)
+        self.ran: list[str] = []
+        """Folders in which something was trained in this call."""
+        self.asks: dict[str, tuple[Stack, Ask]] = {}
+        self.late: list[str] = []
+        """What ended after the budget and its reserve for the end."""
+        self.confirmed: list[Stack] = []
+
+    def with_budget(self, seconds: float) -> MadeUpLab:
+        self.budget = Budget(seconds, lambda: self.now)
+        return self
+
+    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Seen:
+        if at in self.done:
+            return self.done[at]
+        self.budget.check(what, need_s)
+        self.before(at)
+        self.ran.append(at)
+        self.asks[at] = stack, ask
+        found = self._train(at, stack, ask)
+        self.now += found.seconds
+        if self.budget.left_s() < 0:
+            self.late.append(at)
+        if found.ok:
+            self.done[at] = found
+        return found
+
+    def _train(self, at: str, stack: Stack, ask: Ask) -> Seen:
+        machine = self.machine
+        for rung, cause in machine.crashes.items():
+            if rung in stack:
+                return Seen(ok=False, cause=cause, seconds=START_S)
+        noise = 1 + machine.noise * random.Random(at).gauss(0, 1)
+        if ask.variation == "loader":
+            ms = noise * machine.loader_ms(stack)
+            return Seen(seconds=START_S + 3, loader_ms=ms, workers=machine.workers(stack),
+                        skipped={rung: why for rung, why in machine.planned_off.items() if rung in stack})  # fmt: skip
+        ms = noise * machine.step_ms(stack, ask.variation)
+        off = {rung: why for rung, why in {**machine.idle, **machine.planned_off}.items() if rung in stack}
+        planned_off = {rung: why for rung, why in machine.planned_off.items() if rung in stack}
+        return Seen(
+            seconds=START_S + (ask.steps or 0) * ms / 1e3, samples_per_s=1e3 * BATCH / ms, step_ms=ms,
+            global_batch=BATCH, micro_batch=MICRO, device="cuda", device_name="Made Up 1", skipped=planned_off,
+            inactive=off, workers=machine.workers(stack) if ask.variation == "as_it_is" else 0,
+            launch_bound=False, classes={rung: machine.classes.get(rung, "exact") for rung in stack},
+        )  # fmt: skip
+
+    def gates(self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]], *, what: str,
+              need_s: float) -> Outcome:  # fmt: skip
+        if f"{at}/gradient" not in self.done:
+            self.budget.check(what, need_s)
+            self.now += 2 * START_S
+            self.ran.append(f"{at}/gradient")
+            self.done[f"{at}/gradient"] = Seen()
+        new = set(arm) - set(base)
+        if bad := new & self.machine.wrong:
+            why = f"{min(bad)} moves it by 0.3"
+            gate = Gate(name="gradient", passed=False, why=why, deviation=0.3, limit=0.05)
+            return Outcome(parity_class="approximate", passed=False, why=f"gradient: {why}", gates=(gate,))
+        return Outcome(parity_class="approximate", passed=True, why="held",
+                       gates=(Gate(name="ledger", passed=True, why="equal"),))  # fmt: skip
+
+    def tune(self, at: str, stack: Stack, key: str, length: Length, *, what: str, need_s: float) -> Any:
+        if at not in self.done:
+            self.budget.check(what, need_s)
+            self.now += 5 * need_s
+            self.ran.append(at)
+            self.done[at] = Seen()
+        names = {"workers": "count", "prefetch": "depth", "batch": "micro_batch", "overlap": "bucket_cap_mb"}
+        best = self.best.get(key)
+        patch = None if best is None else {"rungs": {key: {"enabled": True, names[key]: best}}}
+        return Found(key=f"rungs.{key}.{names[key]}", best=best, patch=patch, why="made up")
+
+    def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Mapping[str, Any]:
+        self.budget.check("confirming the top", need_s, last=True)
+        self.confirmed.append(stack)
+        return {"run_dir": at, "failures": [], "comparisons": [
+            {"arm": "top", "ratio": 5.0, "ci95": [4.8, 5.2], "verdict": "faster", "why": "5.0 times", "mde_pct": 3.0,
+             "runs": 3, "parity": {"class": "approximate", "passed": True, "why": "held", "gates": []}}]}  # fmt: skip
+
+    def reserve(self, seconds: float) -> None:
+        self.budget.reserve_s = seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    key: str
+    best: int | None
+    patch: Mapping[str, Any] | None
+    why: str
+
+
+def ascent(lab: MadeUpLab, *, rows: Sequence[Mapping[str, Any]] = (), enabled: Sequence[str] = (), devices: int = 1,
+           allow: Sequence[str] = (), warmup: int = 20) -> Ascent:  # fmt: skip
+    """A climb on a made-up machine."""
+    start = Start(enabled=frozenset(enabled), devices=devices, allow=frozenset(allow))
+    return Ascent(lab, start, warmup=warmup, rows=rows)

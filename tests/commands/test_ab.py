@@ -1,0 +1,177 @@
+"""fastloop ab: what it refuses before anything is trained, and one real A/A and A/B."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.commands import ab
+from fastloop.commands.ab import Request, arms_of, changes, sides_of
+from fastloop.commands.answer import Failed
+from fastloop.commands.outdir import hold
+from fastloop.config import load
+from fastloop.errors import ConfigError
+from fastloop.report import files
+from tests.commands.made_arms import MadeArm
+
+
+def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> Request:
+    return Request(base=base, vs=vs, **more)
+
+
+def refused(request: Request, *, resume: str | None = None, out: str | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        ab.ab(request, out=out, force=False, resume=resume, progress=lambda _: None)
+    return error.value
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(("request_", "why"), [
+    (asked(), "nothing to compare"),
+    (asked("rungs.amp.enabled=false"), "changes nothing"),
+    (asked("watch.warmup_steps=3"), "changes nothing"),
+    (asked("rungs.amp.mode=tf32"), "changes nothing"),  # a setting of a rung that is off
+    (asked("run.seed=1"), "run.seed is the same for all arms"),
+    (asked("amp,run.max_steps=9"), "run.max_steps is the same for all arms"),
+    (asked("amp,lyout"), "no recipe, ladder, climb or rung has this name"),
+    (asked("amp", base=None), "there is no base"),
+    (asked("amp", script="nowhere.py", base=None), "there is no such file"),
+    (asked("amp", script="train.py"), "there are two bases"),
+], ids=["no arm", "nothing", "only watching", "idle setting", "seed", "steps", "no such rung", "no base", "no script",
+        "two bases"])  # fmt: skip
+def test_what_is_refused(request_: Request, why: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    error = refused(request_)
+    assert why in error.why or why in str(error)
+    assert error.do and not list(tmp_path.glob("fastloop-runs/*/*")), "nothing is left behind"
+
+
+def test_a_typing_error_in_a_patch_is_an_error_before_anything_runs(tmp_path: Path) -> None:
+    assert refused(asked("rungs.amp.enable=true")).do == "write enabled"
+    assert not (tmp_path / "fastloop-runs").exists()
+
+
+def test_names_say_what_is_changed_and_are_told_apart() -> None:
+    (Path("fast") / "x").mkdir(parents=True)
+    for folder in ("fast", "fast/x"):
+        (Path(folder) / "mine.yaml").write_text("rungs: {amp: {enabled: true}}\n")
+    arms = arms_of(asked("amp", "rungs.workers.enabled=true", "fast/mine.yaml", "fast/x/mine.yaml"))
+    assert [arm.name for arm in arms] == ["base", "amp", "workers.enabled=true", "mine", "mine (2)"]
+
+
+def test_a_secret_on_the_command_line_is_no_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: cifar10\nrecipe: {token: x}\n")
+    (arm,) = [ab._without_secrets(each) for each in arms_of(asked("recipe.token=hunter2secret", base=str(recipe)))[1:]]
+    assert "hunter2secret" not in arm.name
+
+
+def test_what_an_arm_changes() -> None:
+    arms = arms_of(asked("full", "trainer.benchmark=true,rungs.pin.enabled=true"))
+    _, full, both = sides_of(arms, aa=False)
+    pair = sides_of(arms_of(asked("amp,layout,trainer.benchmark=true,rungs.amp.mode=tf32")), aa=False)[1]
+    assert pair.changed_rungs == ("amp", "layout") and pair.changed_keys == ("trainer.benchmark",)
+    assert pair.arm.config().values["rungs"]["amp"]["mode"] == "tf32"
+    assert {"workers", "amp", "compile"} <= set(full.changed_rungs) and full.changed_keys == ()
+    assert both.changed_rungs == ("pin",) and both.changed_keys == ("trainer.benchmark",)
+    assert [str(side.folder) for side in (full, both)] == ["1-full", f"2-{both.folder.name.removeprefix('2-')}"]
+
+
+def test_identical_arms_only_to_test_the_judge() -> None:
+    base, again = sides_of(arms_of(asked(aa=True)), aa=True)
+    assert again.changed_rungs == () and again.name == "again" and base.name == "base"
+    assert changes(load("cifar10"), load("cifar10", overrides=["strict=true"])) == []
+
+
+def test_two_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    place.mkdir()
+    found: list[Any] = []
+
+    def second() -> None:
+        try:
+            with hold(place):
+                found.append("both")
+        except ConfigError as error:
+            found.append(error.why)
+
+    with hold(place):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    with hold(place):
+        found.append("free again")
+    assert found == ["another fastloop is at work in it", "free again"] and not list(place.iterdir())
+
+
+def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> None:
+    assert "no experiment began there" in refused(asked("amp"), resume=str(tmp_path)).why
+    content = {"schema": 1, "base": "gpt2", "script": None, "arms": ["base", "amp"], "steps": None, "aa": False}
+    files.write(tmp_path, {ab.MANIFEST: json.dumps(content)})
+    assert "its base was 'gpt2' and now is 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why
+    assert "stays where it is" in refused(asked("amp"), resume=str(tmp_path), out="y").why
+
+
+@pytest.mark.parametrize(("option", "text"), [("runs", "0"), ("runs", "1"), ("runs", "many"), ("steps", "-3")])
+def test_numbers_of_the_command_line(option: str, text: str) -> None:
+    given = {"runs": "5", "steps": "auto", option: text}
+    with pytest.raises(ConfigError, match=f"--{option} {text}"):
+        ab.request(base="cifar10", overrides=(), vs=(), more=(), **given)
+    fine = ab.request(base="run.seed=1", overrides=("a.b=2",), vs=(), more=(), runs="auto", steps="9", script="x.py")
+    assert (fine.runs, fine.steps, fine.base, fine.overrides) == ("auto", 9, None, ("run.seed=1", "a.b=2"))
+
+
+def made(monkeypatch: pytest.MonkeyPatch, *arms: Any) -> None:
+    monkeypatch.setattr(ab, "arms_of", lambda _: list(arms))
+
+
+def test_everything_is_written_and_the_answer_is_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), rate=lambda _: 130.0, verdicts={"amp": True},
+                  parity_class="approximate")  # fmt: skip
+    made(monkeypatch, MadeArm(), amp)
+    answer = ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    written = json.loads((tmp_path / "here" / "comparison.json").read_text())
+    assert json.loads(files.dump(answer.json or {})) == written and answer.exit_code == 0
+    assert written["verdict"] == "faster" and written["ratio"] == pytest.approx(1.3, rel=0.02)
+    assert written["parity"]["passed"] is True and written["ci95"][0] < 1.3 < written["ci95"][1]
+    assert {arm["name"]: arm["active_rungs"] for arm in written["arms"]} == {"base": [], "amp": ["amp"]}
+    assert written["config_diff"]["amp"] == [["rungs.amp.enabled", False, True]] and written["partial"] is False
+    assert (tmp_path / "here" / "report.html").stat().st_size > 5000 and answer.text.startswith("fastloop FASTER 1.3")
+    with pytest.raises(ConfigError, match="not empty"):
+        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    again = len(amp.calls)
+    ab.ab(asked("amp", steps=40), out="here", force=True, resume=None, progress=lambda _: None)
+    assert len(amp.calls) == 2 * again, "an earlier experiment's runs are not taken for this one's"
+
+
+def test_stopped_it_leaves_a_partial_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Stops(MadeArm):
+        def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
+            if folder.name == "run-3":
+                raise KeyboardInterrupt
+            return super().run(label, folder, *rest, **more)
+
+    made(monkeypatch, MadeArm(), Stops(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    with pytest.raises(KeyboardInterrupt):
+        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    written = json.loads((tmp_path / "here" / "comparison.json").read_text())
+    assert written["partial"] is True and written["arms"][1]["runs"] == 3
+    assert "PARTIAL" in (tmp_path / "here" / "report.md").read_text()
+    assert not (tmp_path / "here" / ".lock").exists()
+
+
+def test_a_base_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made(monkeypatch, MadeArm(fails_at=-1), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",)))
+    with pytest.raises(Failed, match="the base failed") as failed:
+        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    assert failed.value.exit_code == 1 and "boom" in str(failed.value)
+    assert json.loads((tmp_path / "here" / "comparison.json").read_text())["failures"][0]["arm"] == "base"

@@ -1,0 +1,250 @@
+"""Whole climbs on machines that are made up: where they come to, what they roll back, and what they never do again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastloop.commands.ascent import Ascent, pool
+from fastloop.commands.attempt import BaseFailed
+from fastloop.commands.budget import Spent
+from fastloop.commands.lab import Seen
+from fastloop.commands.stack import Stack
+from tests.commands.made_up_lab import Machine, MadeUpLab, ascent
+
+RUNGS = ("pin", "prefetch", "amp", "layout", "fused", "compile", "batch")
+RESNET = Machine()
+GPT = Machine(decode_ms=5, device_ms=1580, copy_ms=1, host_ms=100, factors={"amp": 0.4, "compile": 0.75, "batch": 0.9})
+CIFAR = Machine(decode_ms=22, device_ms=8, host_ms=8.5, copy_ms=0.5)
+COMPUTED = Machine(decode_ms=300, device_ms=200, factors={"amp": 0.5, "layout+amp": 0.7, "fused": 0.95, "compile": 0.9})
+
+
+def stacks() -> Iterator[Stack]:
+    """All that could be set by hand."""
+    for count in range(len(RUNGS) + 1):
+        for rungs in itertools.combinations(RUNGS, count):
+            for workers in (None, 8, 12):
+                stack = {rung: {"enabled": True} for rung in rungs}
+                yield stack if workers is None else {**stack, "workers": {"enabled": True, "count": workers}}
+
+
+def ended(climb: Ascent, key: str) -> str:
+    return next(row["ended"] for row in reversed(climb.rows) if row["try"] == key)
+
+
+# -- where it comes to ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [RESNET, GPT, CIFAR, COMPUTED], ids=["resnet", "gpt", "cifar", "computed"])
+def test_it_climbs_to_the_best_stack_that_there_is(machine: Machine) -> None:
+    lab = MadeUpLab(machine, best={"workers": 12, "batch": 256})
+    climb = ascent(lab)
+    climb.climb()
+    best = min(machine.step_ms(stack, "as_it_is") for stack in stacks())
+    assert machine.step_ms(climb.stack, "as_it_is") <= 1.03 * best, climb.stack
+    assert climb.confirm() is not None and lab.confirmed == [climb.stack]
+
+
+def test_its_predictions_come_true() -> None:
+    errors = []
+    for machine in (RESNET, GPT, COMPUTED):
+        climb = ascent(MadeUpLab(machine, best={"workers": 12, "batch": 256}))
+        climb.climb()
+        errors += [row["prediction_error_pct"] for row in climb.rows if row["prediction_error_pct"] is not None]
+    assert len(errors) >= 7 and sorted(errors)[len(errors) // 2] <= 15, errors
+
+
+def test_each_step_tells_what_was_predicted_and_what_came_of_it() -> None:
+    climb = ascent(MadeUpLab(RESNET))
+    climb.climb()
+    kept = [row for row in climb.rows if row["kept"]]
+    assert [row["rung"] for row in kept][:2] == ["workers", "amp"], "the largest ceiling first"
+    assert all(row["predicted_saved_ms"] > 0 and row["measured_saved_ms"] > 0 for row in kept)
+    for before, after in itertools.pairwise(kept):
+        assert after["step_ms_before"] == pytest.approx(before["step_ms_after"], rel=0.05)
+
+
+def test_a_rung_that_pays_only_on_top_of_others_is_tried_again() -> None:
+    machine = Machine(decode_ms=3, copy_ms=0, factors={"layout": 1.02, "layout+fused": 0.8, "fused": 0.8}, noise=0.001)
+    climb = ascent(MadeUpLab(machine))
+    climb.climb()
+    tries = [(row["ended"], row["at"]) for row in climb.rows if row["try"] == "layout"]
+    assert tries == [("small", 0), ("kept", 1)] and {"layout", "fused"} <= set(climb.stack)
+
+
+def test_the_exchange_is_a_family_of_its_own() -> None:
+    machine = Machine(decode_ms=1, copy_ms=0, exchange_ms=60, factors={})
+    lab = MadeUpLab(machine)
+    climb = ascent(lab, devices=2)
+    climb.climb()
+    assert "00-naive/no_exchange" in lab.ran and ended(climb, "overlap") == "small", "it saves nothing on this machine"
+    alone = ascent(MadeUpLab(machine))
+    alone.climb()
+    assert all(row["rung"] != "overlap" for row in alone.rows)
+
+
+# -- what it does not keep --------------------------------------------------------------------------------------------
+
+
+def test_a_broken_gradient_is_rolled_back_and_the_climb_goes_on() -> None:
+    lab = MadeUpLab(Machine(decode_ms=3, wrong=frozenset({"compile"})))
+    climb = ascent(lab)
+    climb.climb()
+    assert ended(climb, "compile") == "parity" and "compile" not in climb.stack and "amp" in climb.stack
+    assert sum(row["try"] == "compile" for row in climb.rows) == 1, "and is not tried again"
+
+
+def test_a_bf16_that_breaks_is_followed_by_tf32() -> None:
+    class OnlyBf16(MadeUpLab):
+        def gates(self, at: str, base: Stack, arm: Stack, *rest: Any, **more: Any) -> Any:
+            self.machine.wrong = frozenset({"amp"}) if arm["amp"].get("mode") is None else frozenset()
+            return super().gates(at, base, arm, *rest, **more)
+
+    climb = ascent(OnlyBf16(Machine(decode_ms=3, factors={"amp": 0.5})))
+    climb.climb()
+    assert ended(climb, "amp") == "parity" and climb.stack["amp"] == {"enabled": True, "mode": "tf32"}
+
+
+def test_a_crash_is_rolled_back_with_its_cause() -> None:
+    climb = ascent(MadeUpLab(Machine(decode_ms=3, crashes={"compile": "killed by SIGSEGV"})))
+    climb.climb()
+    row = next(row for row in climb.rows if row["try"] == "compile")
+    assert row["ended"] == "crashed" and row["why"] == "killed by SIGSEGV" and "amp" in climb.stack
+
+
+def test_a_plan_that_says_no_is_said() -> None:
+    climb = ascent(MadeUpLab(Machine(planned_off={"layout": "the model has no 2-D convolution"}, decode_ms=3)))
+    climb.climb()
+    row = next(row for row in climb.rows if row["try"] == "layout")
+    assert row["ended"] == "inactive" and row["why"] == "the model has no 2-D convolution" and not row["kept"]
+
+
+def test_what_changes_the_training_needs_leave() -> None:
+    machine = Machine(decode_ms=3, classes={"batch": "changes-training"})
+    climb = ascent(MadeUpLab(machine, best={"batch": 256}))
+    climb.climb()
+    assert ended(climb, "batch") == "class" and "batch" not in climb.stack
+    allowed = ascent(MadeUpLab(machine, best={"batch": 256}), allow=["changes-training"])
+    allowed.climb()
+    assert ended(allowed, "batch") == "kept" and "batch" in allowed.stack
+
+
+def test_a_tuned_start_has_nothing_to_gain() -> None:
+    machine = Machine(decode_ms=100, own_workers=8, copy_ms=0, device_ms=60, factors={"compile": 0.99, "batch": 1.1})
+    lab = MadeUpLab(machine)
+    climb = ascent(lab, enabled=["prefetch", "amp", "layout", "fused"])
+    why = climb.climb()
+    assert why.startswith("nothing to gain") and climb.stack == {} and climb.confirm() is None
+    assert {row["ended"] for row in climb.rows} <= {"small", "inactive"} and lab.confirmed == []
+    assert not any("screen" in at for at in lab.ran)
+
+
+def test_noise_alone_leads_nowhere() -> None:
+    """Nothing saves anything; what looked like a gain in one trial must not survive its screen."""
+    kept = 0
+    for number in range(20):
+        lab = _Seeded(Machine(decode_ms=3, copy_ms=0, factors={}, noise=0.02), str(number))
+        climb = ascent(lab)
+        climb.climb()
+        kept += len(climb.stack)
+    assert kept <= 6, "of five rungs in each of 20 climbs"
+
+
+class _Seeded(MadeUpLab):
+    def __init__(self, machine: Machine, name: str) -> None:
+        super().__init__(machine)
+        self.name = name
+
+    def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+        return super()._train(f"{self.name}/{at}", stack, ask)
+
+
+# -- what stops it ----------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails_ends_it() -> None:
+    class Broken(MadeUpLab):
+        def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+            return Seen(ok=False, cause="no such file")
+
+    climb = ascent(Broken(Machine()))
+    with pytest.raises(BaseFailed, match="no such file"):
+        climb.climb()
+    assert climb.rows == []
+
+
+def test_nothing_begins_that_the_budget_does_not_hold() -> None:
+    lab = MadeUpLab(Machine()).with_budget(200)
+    climb = ascent(lab)
+    with pytest.raises(Spent):
+        climb.climb()
+    assert lab.ran and lab.late == [] and lab.now < 200
+
+
+def test_once_there_is_something_to_confirm_time_is_kept_for_it() -> None:
+    lab = MadeUpLab(Machine(noise=0.0), best={"batch": 256}).with_budget(500)
+    climb = ascent(lab)
+    with pytest.raises(Spent):
+        climb.climb()
+    assert climb.stack and lab.budget.left_s() > 100
+    assert climb.confirm() is not None and lab.confirmed == [climb.stack]
+
+
+@pytest.mark.parametrize("budget_s", [70, 150, 400])
+def test_resumed_it_repeats_nothing_and_comes_to_the_same_top(budget_s: float) -> None:
+    whole = ascent(MadeUpLab(Machine(), best={"workers": 12, "batch": 256}))
+    why = whole.climb()
+    done: dict[str, Seen] = {}
+    ran: list[str] = []
+    rows: list[Any] = []
+    for _ in range(60):
+        lab = MadeUpLab(Machine(), done=done, best={"workers": 12, "batch": 256}).with_budget(budget_s)
+        climb = ascent(lab, rows=rows)
+        try:
+            assert climb.climb() == why
+            break
+        except Spent:
+            rows = climb.rows
+        finally:
+            ran += lab.ran
+    else:
+        pytest.fail("it gets nowhere")
+    assert climb.stack == whole.stack and [row["try"] for row in climb.rows] == [row["try"] for row in whole.rows]
+    assert len(ran) == len(set(ran)), "what finished was found again"
+
+
+def test_killed_anywhere_it_goes_on_where_it_stood() -> None:
+    whole_lab = MadeUpLab(Machine(), best={"workers": 12})
+    whole = ascent(whole_lab)
+    whole.climb()
+    trained = [at for at in whole_lab.ran if "tune" not in at and "gradient" not in at]
+    for killed_at in trained[1::3]:
+        done: dict[str, Seen] = {}
+
+        def kill(at: str, deadly: str = killed_at) -> None:
+            if at == deadly:
+                raise KeyboardInterrupt
+
+        first = MadeUpLab(Machine(), done=done, best={"workers": 12}, before=kill)
+        climb = ascent(first)
+        with pytest.raises(KeyboardInterrupt):
+            climb.climb()
+        second = MadeUpLab(Machine(), done=done, best={"workers": 12})
+        again = ascent(second, rows=climb.rows)
+        again.climb()
+        assert again.stack == whole.stack and not set(first.ran) & set(second.ran), killed_at
+
+
+# -- the spread -------------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_is_gathered_from_all_screens() -> None:
+    rows = [{"rates": {"base": [100.0, 101.0], "arm": [110.0, 112.0]}}, {"rates": {"base": [], "arm": []}},
+            {"rates": {"base": [100.0, 99.0], "arm": [50.0]}},
+            {"rates": {"base": [110.0, 108.0], "arm": [120.0, 121.0]}}]  # fmt: skip
+    found = pool(rows)
+    assert found.dof == 2 and found.sd is not None and 0.001 < found.sd < 0.02
+    assert pool([]).sd is None

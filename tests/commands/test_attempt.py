@@ -1,0 +1,151 @@
+"""One attempt of a climb: kept, or rolled back with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastloop.commands.attempt import BaseFailed, attempt
+from fastloop.commands.candidates import Candidate
+from fastloop.commands.lab import Seen
+from fastloop.commands.stack import patch
+from fastloop.stats import Pool
+from tests.commands.made_up_lab import Machine, MadeUpLab
+from tests.commands.test_look import AMP, WORKERS, scene
+
+KNOWN_SPREAD = Pool().plus_runs((100.0, 101.0, 99.5, 100.4, 99.2, 100.9))
+SHAPE = {"rung", "family", "patch", "step_ms_before", "step_ms_after", "predicted_saved_ms", "measured_saved_ms",
+         "ci95_saved_ms", "prediction_error_pct", "kept", "why", "parity", "tuned", "runs"}  # fmt: skip
+
+
+def tried(lab: MadeUpLab, candidate: Candidate, **changes: Any) -> Any:
+    here = scene(lab, {"workers": {"enabled": True}} if candidate is not WORKERS else {}, **changes)
+    return attempt(type(here)(lab=lab, known=here.known, warmup=20, start_s=12.0, pool=KNOWN_SPREAD), candidate, "01-x")
+
+
+def test_a_rung_that_is_faster_and_the_same_training_is_kept() -> None:
+    lab = MadeUpLab(Machine())
+    found = tried(lab, WORKERS)
+    row = found.row
+    assert set(row) >= SHAPE and row["kept"] and row["ended"] == "kept" and row["parity"]["passed"] is True
+    assert row["measured_saved_ms"] == pytest.approx(740 - 140, rel=0.05) and row["prediction_error_pct"] < 5
+    low, high = row["ci95_saved_ms"]
+    assert low < row["measured_saved_ms"] < high and row["runs"] == 2
+    assert found.costs.now_ms == row["step_ms_after"] and found.costs.workers == 8
+
+
+def test_two_pairs_in_opposite_order_with_shared_seeds_and_a_ledger() -> None:
+    lab = MadeUpLab(Machine())
+    tried(lab, AMP)
+    screen = [(at.rpartition("/")[2], ask) for at, (_, ask) in lab.asks.items() if "screen" in at]
+    assert [name for name, _ in screen] == ["screen-1-base", "screen-2-arm", "screen-3-arm", "screen-4-base"]
+    assert [ask.seed for _, ask in screen] == [0, 0, 1, 1] and all(ask.ledger for _, ask in screen)
+    assert len({(ask.steps, ask.warmup) for _, ask in screen}) == 1, "learning rates may hang on the number of steps"
+
+
+def test_the_prediction_was_there_before_the_screen() -> None:
+    lab = MadeUpLab(Machine())
+    tried(lab, AMP)
+    assert lab.ran[0] == "01-x/predict-1" and "screen-1" in lab.ran[1]
+
+
+def test_a_gradient_that_moves_rolls_it_back() -> None:
+    found = tried(MadeUpLab(Machine(wrong=frozenset({"amp"}))), AMP)
+    assert not found.row["kept"] and found.row["ended"] == "parity" and found.costs is None
+    assert found.row["why"] == "gradient: amp moves it by 0.3" and found.row["measured_saved_ms"] > 30
+    assert [gate["name"] for gate in found.row["parity"]["gates"] if gate["passed"] is False] == ["gradient"]
+
+
+def test_what_is_predicted_to_save_too_little_is_not_screened() -> None:
+    lab = MadeUpLab(Machine(factors={"amp": 0.99}, noise=0.0))
+    found = tried(lab, AMP)
+    assert found.row["ended"] == "small" and "below 3 %" in found.row["why"] and found.row["measured_saved_ms"] is None
+    assert not any("screen" in at for at in lab.ran) and found.row["predicted_saved_ms"] == pytest.approx(1.3, abs=0.01)
+
+
+def test_a_crash_names_its_cause() -> None:
+    found = tried(MadeUpLab(Machine(crashes={"amp": "CUDA error"})), AMP)
+    assert found.row["ended"] == "crashed" and found.row["why"] == "CUDA error"
+
+
+def test_a_rung_without_effect_gets_no_credit() -> None:
+    lab = MadeUpLab(Machine(noise=0.0))
+    lab.machine.idle = {}
+    row = tried(_Idle(lab.machine), AMP).row
+    assert row["ended"] == "inactive" and row["why"] == "ran in fp32" and row["runs"] == 1 and not row["kept"]
+
+
+class _Idle(MadeUpLab):
+    """The rung looks good in its trial, and takes no effect in a real training."""
+
+    def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+        if "screen" in at:
+            self.machine.idle = {"amp": "ran in fp32"}
+        return super()._train(at, stack, ask)
+
+
+def test_what_is_slow_in_the_first_pair_gets_no_second() -> None:
+    lab = _Slower(Machine(noise=0.0))
+    row = tried(lab, AMP).row
+    assert row["ended"] == "not_faster" and "slower in the first pair" in row["why"] and row["runs"] == 1
+    assert row["measured_saved_ms"] < 0 and row["prediction_error_pct"] > 100
+    assert sum("screen" in at for at in lab.ran) == 2
+
+
+class _Slower(MadeUpLab):
+    def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+        self.machine.factors = {"amp": 2.0} if "screen" in at else {"amp": 0.5}
+        return super()._train(at, stack, ask)
+
+
+def test_noise_is_not_kept() -> None:
+    """It promises 4 %, brings nothing, and single runs differ by 2 %: of 40 such screens few may be taken in."""
+    kept = 0
+    for number in range(40):
+        lab = _Promises(Machine(noise=0.02), str(number))
+        here = scene(lab, {"workers": {"enabled": True}})
+        pool = Pool().plus_runs((100.0, 102.0, 98.0, 101.0, 97.0, 103.0))
+        row = attempt(type(here)(lab=lab, known=here.known, warmup=20, start_s=12.0, pool=pool), AMP, f"{number}-x").row
+        kept += row["kept"]
+    assert kept <= 9, "10 % of screens, plus their own noise"
+
+
+class _Promises(MadeUpLab):
+    def __init__(self, machine: Machine, name: str) -> None:
+        super().__init__(machine)
+        self.name = name
+
+    def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+        self.machine.factors = {} if "screen" in at else {"amp": 0.9}
+        return super()._train(f"{self.name}/{at}", stack, ask)
+
+
+def test_another_batch_is_another_training() -> None:
+    found = tried(_OtherBatch(Machine(noise=0.0)), AMP)
+    assert found.row["ended"] == "parity" and "has 128 samples, not 256" in found.row["why"]
+
+
+class _OtherBatch(MadeUpLab):
+    def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+        import dataclasses
+
+        found = super()._train(at, stack, ask)
+        return dataclasses.replace(found, global_batch=128) if "arm" in at else found
+
+
+def test_where_the_base_fails_nothing_can_be_said() -> None:
+    with pytest.raises(BaseFailed, match="out of luck"):
+        tried(_BaseFails(Machine()), AMP)
+
+
+class _BaseFails(MadeUpLab):
+    def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+        return Seen(ok=False, cause="out of luck") if "base" in at else super()._train(at, stack, ask)
+
+
+def test_what_need_not_be_tried_says_so() -> None:
+    lab = MadeUpLab(Machine())
+    row = tried(lab, Candidate(rung="pin", key="pin", patches=(patch("pin"),), refused="needs CUDA")).row
+    assert row["ended"] == "inactive" and row["why"] == "needs CUDA" and lab.ran == []
+    assert row["patch"] == patch("pin") and not row["kept"]

@@ -1,0 +1,269 @@
+"""fastloop climb: what it writes, says and refuses. Its decisions are tested in test_ascent.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastloop.commands import climb as command
+from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.budget import Spent
+from fastloop.commands.climb import climb
+from fastloop.commands.lab import Seen
+from fastloop.commands.outdir import hold
+from fastloop.commands.trial import Trial
+from fastloop.config import load
+from fastloop.errors import ConfigError
+from tests.commands.command_line import NET
+from tests.commands.made_up_lab import Machine, MadeUpLab
+
+SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
+SHAPE = {"schema", "run_dir", "name", "hardware", "naive", "ceilings_samples_per_s", "rungs", "stack", "top", "stopped",
+         "confirmed", "budget_s", "spent_s", "partial"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def asked(*overrides: str, conf: Path = NET, out: str | None = None, **changes: Any) -> Answer:
+    settings: dict[str, Any] = {"more": (), "budget_s": 600.0, "allow": (), "force": False, "resume": None,
+                                "limit_s": 60.0, "progress": lambda line: None}  # fmt: skip
+    return climb(str(conf), overrides=overrides, out=out, **{**settings, **changes})
+
+
+def content(answer: Answer) -> Any:
+    assert answer.json is not None
+    return json.loads(json.dumps(answer.json))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[MadeUpLab]]:
+    """A made-up machine in the place of trainings; gives the labs that the calls have made."""
+
+    def instead(machine: Machine | None = None, *, runs: int | None = None, lab_class: type[MadeUpLab] = MadeUpLab,
+                **confirmed: Any) -> list[MadeUpLab]:  # fmt: skip
+        labs: list[MadeUpLab] = []
+        done: dict[str, Seen] = {}
+
+        def bench(job: Any, place: Path, budget: Any, **_: Any) -> MadeUpLab:
+            lab = lab_class(machine or Machine(decode_ms=3.0), done=done)
+            lab.budget = budget
+
+            def before(at: str) -> None:
+                if runs is not None and len(lab.ran) >= runs:
+                    raise Spent(at)
+
+            lab.before = before
+            original = lab.confirm
+
+            def confirm(*rest: Any, **more: Any) -> Any:
+                found: Any = original(*rest, **more)
+                found["comparisons"][0].update(confirmed)
+                return found
+
+            lab.confirm = confirm  # type: ignore[method-assign]
+            labs.append(lab)
+            return lab
+
+        monkeypatch.setattr(command, "Bench", bench)
+        return labs
+
+    return instead
+
+
+# -- what it writes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_climb_and_its_headline(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    labs = pretend()
+    answer = asked(out="a")
+    found = content(answer)
+    assert answer.exit_code == 0 and set(found) >= SHAPE and found["partial"] is False
+    assert json.loads((tmp_path / "a" / "climb.json").read_text()) == found
+    assert found["confirmed"]["ratio"] == 5.0 and labs[0].confirmed == [found["stack"]["rungs"]]
+    assert "5" in answer.text.splitlines()[0] and "CONFIRMED" in answer.text.splitlines()[0]
+    assert found["top"]["samples_per_s"] > 2 * found["naive"]["samples_per_s"] > 0
+    assert found["naive"]["samples_per_s"] * 1.001 < found["ceilings_samples_per_s"]["resident"]
+    kept = [row["rung"] for row in found["rungs"] if row["kept"]]
+    assert kept and set(kept) == set(found["stack"]["rungs"])
+    for name in ("report.md", "report.html"):
+        assert kept[0] in (tmp_path / "a" / name).read_text()
+
+
+def test_its_ladder_is_replayed_without_a_search(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    pretend()
+    found = content(asked(out="a"))
+    written = yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text())
+    assert written == {"rungs": found["stack"]["rungs"]}
+    replayed = load(str(NET), more=["a/ladder.yaml"]).ladder
+    assert set(replayed.enabled()) == set(found["stack"]["rungs"])
+
+
+def test_nothing_to_gain_is_an_answer(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    labs = pretend(Machine(decode_ms=1, copy_ms=0, factors={}, noise=0.0))
+    answer = asked(out="a")
+    found = content(answer)
+    assert answer.exit_code == 0 and found["partial"] is False and found["confirmed"] is None
+    assert found["stopped"].startswith("nothing to gain") and found["stack"] == {"rungs": {}}
+    assert "NOTHING TO GAIN" in answer.text.splitlines()[0] and labs[0].confirmed == []
+    assert found["top"] == pytest.approx(found["naive"]), "where it began"
+
+
+@pytest.mark.parametrize(
+    ("confirmed", "code"),
+    [
+        ({"parity": {"class": "exact", "passed": False, "why": "gradient", "gates": []}, "verdict": "inconclusive"}, 3),
+        ({"verdict": "inconclusive"}, 4),
+        ({"verdict": "no_difference"}, 0),
+        ({"verdict": "faster"}, 0),
+    ],
+)
+def test_the_confirmation_decides_the_exit_code(confirmed: Any, code: int, pretend: Callable[..., Any]) -> None:
+    pretend(**confirmed)
+    assert asked(out="a").exit_code == code
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    pretend(runs=6)
+    answer = asked(out="a")
+    found = content(answer)
+    assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
+    assert "the budget is spent" in found["stopped"] and "--resume a" in found["stopped"]
+    assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
+
+
+def test_resumed_calls_end_where_one_long_call_ends(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    pretend()
+    whole = content(asked(out="whole"))
+    labs = pretend(runs=5)
+    answer = asked(out="a")
+    for _ in range(30):
+        if "the budget is spent" not in content(answer)["stopped"]:
+            break
+        answer = asked(resume="a")
+    found = content(answer)
+    assert answer.exit_code == 0 and len(labs) > 2 and found["stack"] == whole["stack"]
+    ran = [at for lab in labs for at in lab.ran]
+    assert len(ran) == len(set(ran)), "no training is done twice"
+    assert found["budget_s"] == 600 * len(labs) and found["run_dir"] == "a"
+    assert found["ceilings_samples_per_s"] == pytest.approx(whole["ceilings_samples_per_s"])
+
+
+def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    class Stopped(MadeUpLab):
+        def run(self, at: str, *rest: Any, **more: Any) -> Seen:
+            if "screen-3" in at:
+                raise KeyboardInterrupt
+            return super().run(at, *rest, **more)
+
+    pretend(lab_class=Stopped)
+    with pytest.raises(KeyboardInterrupt):
+        asked(out="a")
+    found = json.loads((tmp_path / "a" / "climb.json").read_text())
+    assert found["partial"] is True and found["stopped"] == "it was stopped" and found["naive"]["step_ms"]
+    assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    class Broken(MadeUpLab):
+        def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+            trial = Trial(name="a", ok=False, cause="no luck", seconds=1, run_dir=Path("a") / at, code=1, tail="Bad")
+            return Seen(ok=False, cause="no luck", trial=trial)
+
+    pretend(lab_class=Broken)
+    with pytest.raises(Failed) as raised:
+        asked(out="a")
+    assert raised.value.exit_code == 1 and "Bad" in str(raised.value) and "no luck" in str(raised.value)
+    assert json.loads((tmp_path / "a" / "climb.json").read_text())["stopped"] == "failed: no luck"
+
+
+def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    class Refused(MadeUpLab):
+        def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+            folder = Path("a") / at
+            folder.mkdir(parents=True)
+            trial = Trial(name="a", ok=False, cause="exit code 2", seconds=1, run_dir=folder, code=2, tail="got it")
+            return Seen(ok=False, cause="exit code 2", trial=trial)
+
+    pretend(lab_class=Refused)
+    with pytest.raises(Failed) as raised:
+        asked(out="a")
+    assert raised.value.exit_code == 2 and str(raised.value) == "got it" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"budget_s": 0.0}, "nothing can be done in that time"),
+        ({"allow": ("everything",)}, "nothing of that name to allow"),
+        ({"resume": "nowhere"}, "no climb began there"),
+        ({"resume": "a", "out": "b"}, "stays where it is"),
+        ({"conf": Path("plain.yaml")}, "there is nothing to train"),
+    ],
+    ids=["no time", "unknown leave", "no climb", "two places", "no recipe"],
+)
+def test_what_it_cannot_do(changes: Any, why: str, pretend: Callable[..., Any], tmp_path: Path) -> None:
+    labs = pretend()
+    Path("plain.yaml").write_text("rungs:\n  amp: {enabled: true}\n")
+    with pytest.raises(ConfigError, match=why):
+        asked(**changes)
+    assert labs == [] and [path.name for path in tmp_path.iterdir()] == ["plain.yaml"]
+
+
+def test_another_configuration_is_not_resumed(pretend: Callable[..., Any]) -> None:
+    labs = pretend(runs=3)
+    asked(out="a")
+    with pytest.raises(ConfigError, match="begun with another configuration"):
+        asked("run.seed=7", resume="a")
+    assert len(labs) == 1
+
+
+def test_two_climbs_in_one_directory(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    labs = pretend()
+    (tmp_path / "a").mkdir()
+    with hold(tmp_path / "a"), pytest.raises(ConfigError, match="another fastloop is at work"):
+        asked(out="a", force=True)
+    assert labs == []
+
+
+def test_by_force_nothing_of_an_earlier_climb_is_found_again(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    pretend()
+    asked(out="a")
+    stale = tmp_path / "a" / "01-amp" / "predict-1"
+    stale.mkdir(parents=True)
+    (stale / "trial.json").write_text('{"ok": true}')
+    with pytest.raises(ConfigError, match="not empty"):
+        asked(out="a")
+    assert content(asked(out="a", force=True))["partial"] is False and not stale.exists()
+
+
+# -- as it is ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_slow_loader_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real trainings up to the confirmation, which is an A/B as any other."""
+    monkeypatch.setattr(command.Bench, "confirm", MadeUpLab.confirm)
+    monkeypatch.setattr(command.Bench, "confirmed", [], raising=False)
+    answer = asked("recipe.load_ms=40", conf=SLOW, out="a", budget_s=900.0)
+    found = content(answer)
+    assert answer.exit_code == 0 and found["stack"]["rungs"]["workers"]["enabled"] is True, answer.text
+    workers = next(row for row in found["rungs"] if row["try"] == "workers")
+    assert workers["kept"] and workers["parity"]["passed"] is True and workers["measured_saved_ms"] > 5
+    assert workers["predicted_saved_ms"] > 5 and found["top"]["step_ms"] < found["naive"]["step_ms"]

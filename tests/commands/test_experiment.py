@@ -1,0 +1,176 @@
+"""The running of an experiment, with arms that train nothing: order, resume, what ends it, and what it then says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.commands import ab, experiment, verdict
+from fastloop.commands.experiment import Experiment, Settings, enough_steps, promised
+from fastloop.commands.trial import finished
+from tests.commands.made_arms import MadeArm
+
+BASE = MadeArm()
+AMP = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), rate=lambda _: 130.0, verdicts={"amp": True},
+              parity_class="approximate")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def carried_out(place: Path, *arms: MadeArm, aa: bool = False, said: list[str] | None = None,
+                **settings: Any) -> Experiment:  # fmt: skip
+    base = BASE.but() if arms[0].name != "base" else arms[0]
+    others = arms if arms[0].name != "base" else arms[1:]
+    sides = ab.sides_of([base, *others], aa=aa)
+    for side in sides:
+        side.folder = place / side.folder
+    made = Experiment(sides, place, Settings(**{"steps": 40, **settings}), (said if said is not None else []).append)
+    made.run()
+    return made
+
+
+def runs(arm: MadeArm) -> list[str]:
+    return [name for name, ask in arm.calls if ask.variation == "as_it_is"]
+
+
+def test_a_faster_arm_is_found_and_every_run_of_a_number_shares_its_seed(tmp_path: Path) -> None:
+    base, amp = BASE.but(), AMP.but()
+    done = carried_out(tmp_path, base, amp)
+    (found,) = done.comparisons()
+    assert found.verdict == "faster" and found.ratio == pytest.approx(1.3, rel=0.02) and found.runs == 5
+    assert found.parity.passed is True and {gate.name for gate in found.parity.gates} == {"ledger", "gradient", "loss"}
+    assert runs(base) == ["warm-up", *(f"run-{n}" for n in range(5))] and runs(amp) == runs(base)[1:]
+    for arm in (base, amp):
+        asks = dict(arm.calls)
+        assert [asks[f"run-{n}"].seed for n in range(5)] == [0, 1, 2, 3, 4]
+        assert all(asks[f"run-{n}"].ledger and asks[f"run-{n}"].steps == 40 for n in range(5))
+
+
+def test_arms_take_turns_and_the_turns_are_reversed(tmp_path: Path) -> None:
+    order = [name for name, _ in carried_out(tmp_path, AMP.but(), runs=4).order]
+    rounds = [order[at : at + 2] for at in range(0, 8, 2)]
+    assert rounds[1] == rounds[0][::-1] and rounds[3] == rounds[2][::-1]
+    assert all(sorted(turn) == ["amp", "base"] for turn in rounds)
+
+
+def test_resuming_repeats_nothing_that_finished(tmp_path: Path) -> None:
+    class Stop(KeyboardInterrupt):
+        pass
+
+    class Stops(MadeArm):
+        def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
+            if folder.name == "run-2":
+                raise Stop
+            return super().run(label, folder, *rest, **more)
+
+    stops = Stops(**{field.name: getattr(AMP, field.name) for field in dataclasses.fields(AMP)} | {"calls": []})
+    with pytest.raises(Stop):
+        carried_out(tmp_path, BASE.but(), stops)
+    assert finished(tmp_path / "1-amp" / "run-1") is not None and finished(tmp_path / "1-amp" / "run-2") is None
+    base, amp = BASE.but(), AMP.but()
+    resumed = carried_out(tmp_path, base, amp)
+    assert runs(amp) == ["run-2", "run-3", "run-4"] and "warm-up" not in runs(base) and "run-1" not in runs(base)
+    whole = carried_out(tmp_path / "whole", AMP.but())
+    assert resumed.comparisons()[0].ratio == whole.comparisons()[0].ratio and resumed.order == whole.order
+
+
+@pytest.mark.parametrize(("wrong", "gate", "runs_done"), [
+    ("ledger", "ledger", 1), ("gradient", "gradient", 1), ("nan", "loss", 1), ("loss", "loss", 3),
+])  # fmt: skip
+def test_another_training_is_named_by_its_gate_and_trained_no_further(tmp_path: Path, wrong: str, gate: str,
+                                                                      runs_done: int) -> None:  # fmt: skip
+    amp = AMP.but(wrong=wrong)
+    done = carried_out(tmp_path, amp)
+    (found,) = done.comparisons()
+    assert found.parity.passed is False and found.verdict == "inconclusive" and "no speed is claimed" in found.why
+    assert [each.name for each in found.parity.gates if each.passed is False] == [gate]
+    assert len(runs(amp)) == runs_done and verdict.exit_code(done) == 3
+
+
+def test_a_loss_that_is_not_finite_fails_also_what_claims_no_parity(tmp_path: Path) -> None:
+    amp = AMP.but(wrong="nan", parity_class="changes-training")
+    done = carried_out(tmp_path, amp)
+    (found,) = done.comparisons()
+    assert found.parity.passed is False and "step 13" in found.why and verdict.exit_code(done) == 3
+    fine = carried_out(tmp_path / "fine", AMP.but(wrong="loss", parity_class="changes-training"))
+    (found,) = fine.comparisons()
+    assert found.parity.passed is None and "claims no parity" in found.parity.why and found.verdict == "faster"
+
+
+def test_an_arm_that_fails_leaves_the_others_their_verdict(tmp_path: Path) -> None:
+    layout = MadeArm(name="layout", overrides=("rungs.layout.enabled=true",), fails_at=1, verdicts={"layout": True})
+    done = carried_out(tmp_path, AMP.but(), layout)
+    assert [each.verdict for each in done.comparisons()] == ["faster", "inconclusive"]
+    assert runs(layout) == ["run-0", "run-1"] and verdict.exit_code(done) == 1
+    (failure,) = verdict.told(done, "x", partial=False)["failures"]
+    assert (failure["arm"], failure["run"], failure["rank"], failure["last_step"]) == ("layout", "run-1", 1, 7)
+    assert "SIGKILL" in failure["cause"] and "boom" in failure["tail"]
+
+
+@pytest.mark.parametrize("at", [-1, 0, 2])
+def test_without_a_base_nothing_goes_on(tmp_path: Path, at: int) -> None:
+    base, amp = BASE.but(fails_at=at), AMP.but()
+    done = carried_out(tmp_path, base, amp)
+    assert done.base.failed is not None and len(runs(amp)) <= max(0, at + 1) and verdict.exit_code(done) == 1
+
+
+def test_a_rung_that_did_not_take_gets_no_credit(tmp_path: Path) -> None:
+    done = carried_out(tmp_path, AMP.but(verdicts={"amp": False}))
+    (found,) = done.comparisons()
+    assert found.verdict == "inconclusive" and "there is one device" in found.why and verdict.exit_code(done) == 4
+    assert found.runs == 1, "more runs of the same training would tell nothing"
+
+
+def test_an_arm_that_cannot_be_planned_is_the_end_before_anything_is_trained(tmp_path: Path) -> None:
+    base, amp = BASE.but(), AMP.but(fails_at=-2)
+    with pytest.raises(experiment.Unplanned):
+        carried_out(tmp_path, base, amp)
+    assert runs(base) == [] and [name for name, _ in amp.calls] == ["plan"]
+
+
+def test_auto_ends_as_soon_as_it_is_clear(tmp_path: Path) -> None:
+    amp = AMP.but()
+    assert carried_out(tmp_path / "clear", amp, runs="auto").comparisons()[0].verdict == "faster"
+    assert len(runs(amp)) == 3
+    noisy = AMP.but(rate=lambda n: 100.0, spread=0.12)
+    carried_out(tmp_path / "noisy", BASE.but(spread=0.12), noisy, runs="auto")
+    assert len(runs(noisy)) == 10
+
+
+def test_arms_with_other_batches_are_compared_at_equal_samples(tmp_path: Path) -> None:
+    half = MadeArm(name="half", overrides=("trainer.accumulate_grad_batches=2",), global_batch=128)
+    base = BASE.but()
+    done = carried_out(tmp_path, base, half)
+    steps = {name: ask.steps for name, ask in half.calls}
+    assert steps["warm-up"] == 40 and steps["run-0"] == 20 and dict(base.calls)["run-0"].steps == 40
+    assert done.comparisons()[0].parity.parity_class == "changes-training"
+
+
+def test_steps_of_a_window_are_enough_for_its_queues_and_its_seconds(tmp_path: Path) -> None:
+    deep = AMP.but(queued=40)
+    done = carried_out(tmp_path, deep, steps=None, warmup=7)
+    assert done.base.steps == 7 + 1000 and {side.steps for side in done.sides} == {1007}  # ten seconds at 10 ms a step
+    slow = AMP.but(queued=40, step_ms=900.0)
+    trial = slow.run("x", tmp_path / "slow" / "run-0", experiment.Ask())
+    assert enough_steps(trial) == 401  # forty batches of one step each, ten times
+    assert enough_steps(BASE.but(step_ms=900.0).run("x", tmp_path / "few" / "run-0", experiment.Ask())) == 50
+
+
+@pytest.mark.parametrize(("keys", "same", "expected"), [
+    (["trainer.benchmark"], True, "approximate"), (["trainer.accumulate_grad_batches"], False, "changes-training"),
+    (["recipe.lr"], True, "changes-training"), (["run.devices", "trainer.benchmark"], True, "changes-training"),
+])  # fmt: skip
+def test_what_other_settings_promise(keys: list[str], same: bool, expected: str) -> None:
+    assert promised(keys, same_batch=same) == expected
+
+
+def test_the_time_left_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    carried_out(tmp_path, AMP.but(), said=said)
+    assert any("run 2 of 5, about" in line and line.endswith("s left") for line in said)

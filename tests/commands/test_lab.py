@@ -1,0 +1,66 @@
+"""What a climb sees of a trial's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.commands.lab import Seen, seen, step_ms
+from fastloop.commands.trial import Trial
+from fastloop.report import files
+
+MEASURED: dict[str, Any] = {
+    "samples_per_s": 2000.0, "global_batch": 256, "micro_batch": 64, "world_size": 2, "device": "cuda",
+    "device_name": "NVIDIA Nothing", "step_ms": {"mean": 120.0}, "trail_ms": 5.0, "mfu": {"datasheet": 0.04},
+    "parts_ms": {"validation": 10.0, "checkpoint": None, "epoch_gap": 8.0, "forward": 50.0},
+    "evidence": {"loader": {"num_workers": 4, "queued_batches": 10}},
+}  # fmt: skip
+
+
+def trial(place: Path, **changes: Any) -> Trial:
+    return Trial(**{"name": "a", "ok": True, "cause": None, "seconds": 20.0, "run_dir": place, "code": 0,
+                    "measurement": MEASURED, **changes})  # fmt: skip
+
+
+def test_what_a_training_says(tmp_path: Path) -> None:
+    rows = [{"rung": "workers", "status": "planned", "parity_class": "exact"},
+            {"rung": "amp", "status": "planned", "parity_class": "approximate"},
+            {"rung": "layout", "status": "skipped", "reason": "the model has no 2-D convolution"}]  # fmt: skip
+    verdicts = [{"rung": "workers", "took": True, "why": "4 fed"}, {"rung": "amp", "took": False, "why": "ran in fp32"},
+                {"rung": "layout", "took": False, "why": "the model has no 2-D convolution"}]  # fmt: skip
+    files.write(tmp_path, {"plan.json": files.dump({"rungs": rows}),
+                           "verdicts.json": files.dump({"verdicts": verdicts})})  # fmt: skip
+    found = seen(trial(tmp_path))
+    assert found.step_ms == pytest.approx(128) and found.outside_ms == 18 and found.gap_ms == 8
+    assert found.core_ms == pytest.approx(110) and found.mfu == 0.04 and found.launch_bound is True
+    assert found.skipped == {"layout": "the model has no 2-D convolution"}
+    assert set(found.inactive) == {"amp", "layout"} and found.classes["amp"] == "approximate"
+    assert found.workers == 4 and found.queued == 10 and found.world_size == 2 and found.device == "cuda"
+
+
+def test_what_a_loader_says(tmp_path: Path) -> None:
+    answer = {"ms_per_step": 88.0, "workers": 8, "inactive": {"workers": "an iterable dataset"}}
+    found = seen(trial(tmp_path, measurement=None, answer=answer))
+    assert found.loader_ms == 88 and found.workers == 8 and found.step_ms is None and found.core_ms is None
+    assert found.skipped == {"workers": "an iterable dataset"}
+
+
+def test_a_failed_training_says_why_and_nothing_else(tmp_path: Path) -> None:
+    found = seen(trial(tmp_path, ok=False, cause="killed by SIGKILL"))
+    assert found == Seen(ok=False, cause="killed by SIGKILL", seconds=20.0, trial=found.trial)
+    assert found.samples_per_s is None
+
+
+def test_the_step_is_corrected_for_drained_queues() -> None:
+    drained = {**MEASURED, "samples_per_s": 1280.0}
+    assert step_ms(drained) == 200, "not the 120 ms that a queue made possible"
+    assert step_ms({"step_ms": {"mean": 120.0}}) == 120 and step_ms({"step_ms": {"mean": None}}) is None
+
+
+@pytest.mark.parametrize(("trail", "bound"), [(None, None), (5.0, True), (60.0, False)])
+def test_launches_limit_where_the_device_is_done_at_once(
+    trail: float | None, bound: bool | None, tmp_path: Path
+) -> None:
+    assert seen(trial(tmp_path, measurement={**MEASURED, "trail_ms": trail})).launch_bound is bound

@@ -1,0 +1,20 @@
+"""Stacks of rungs."""
+
+from __future__ import annotations
+
+from fastloop.commands.stack import overrides, patch, plus
+from fastloop.config import load
+
+
+def test_a_patch_lies_on_top_and_changes_nothing_below() -> None:
+    below = plus({}, patch("workers"))
+    above = plus(below, {"rungs": {"workers": {"count": 4}, "amp": {"enabled": True}}})
+    assert above == {"workers": {"enabled": True, "count": 4}, "amp": {"enabled": True}}
+    assert below == {"workers": {"enabled": True}}
+
+
+def test_it_is_written_as_the_command_line_takes_it() -> None:
+    stack = plus(plus({}, patch("compile", mode="reduce-overhead", dynamic=None)), patch("batch", micro_batch=256))
+    rungs = load("resnet50", overrides=overrides(stack)).ladder
+    assert rungs.enabled() == ("batch", "compile") and rungs.batch.micro_batch == 256
+    assert rungs.compile.mode == "reduce-overhead" and rungs.compile.dynamic is None

@@ -1,0 +1,41 @@
+"""An epoch's batches without the question after the last: the generator then shuffles the next epoch as it would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from fastloop.feeds.bounded import Bounded, bounded
+
+
+def sampler(drop_last: bool = False, samples: int = 32) -> BatchSampler:
+    order = RandomSampler(range(samples), generator=torch.Generator().manual_seed(0))
+    return BatchSampler(order, 8, drop_last)
+
+
+def epochs(batches: object, count: int, asks: int) -> list[list[list[int]]]:
+    """As many batches an epoch as a loop asks for."""
+    found = []
+    for _ in range(count):
+        iterator = iter(batches)  # type: ignore[call-overload]
+        found.append([batch for batch in (next(iterator, None) for _ in range(asks)) if batch is not None])
+    return found
+
+
+@pytest.mark.parametrize(("drop_last", "samples"), [(False, 32), (True, 32), (True, 35)])
+def test_reading_on_changes_the_next_epoch_and_a_bound_keeps_it(drop_last: bool, samples: int) -> None:
+    loops = epochs(sampler(drop_last, samples), 3, 4)
+    assert epochs(Bounded(sampler(drop_last, samples)), 3, 9) == loops
+    assert epochs(sampler(drop_last, samples), 3, 9) != loops, "without it, reading on is seen"
+
+
+def test_a_short_last_batch_is_still_there() -> None:
+    assert epochs(Bounded(sampler(samples=35)), 3, 9) == epochs(sampler(samples=35), 3, 5)
+
+
+def test_only_where_there_is_a_generator() -> None:
+    assert isinstance(bounded(sampler()), Bounded)
+    assert bounded(BatchSampler(SequentialSampler(range(4)), 2, False)) is None and bounded(None) is None
+    assert bounded(DataLoader(range(4), shuffle=True).batch_sampler) is None  # type: ignore[arg-type]
+    assert bounded(sampler()).sampler.num_samples == 32, "Lightning looks at the sampler behind it"
