@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FEWEST_STEPS = 15
+FEWEST_STEPS = 10
 """In a window."""
 WINDOW_S = 4.0
 """What a window lasts for the faster of two stacks."""
