@@ -50,14 +50,7 @@ def doctor(comm: bool, json_to: str | None) -> None:
     """What this machine and these versions can do, and what is wrong with them."""
     from fastloop.commands import doctor as command
 
-    def check() -> Answer:
-        checks = command.check(comm=comm)
-        lines = [f"{check.status:<5} {check.name}: {check.found}" + (f"\n      do  {check.do}" if check.do else "")
-                 for check in checks]  # fmt: skip
-        return Answer(text="\n".join(lines), json={**command.as_json(checks), "run_dir": None},
-                      exit_code=command.exit_code(checks))  # fmt: skip
-
-    _answer(check, json_to)
+    _answer(lambda: command.doctor(comm=comm), json_to)
 
 
 @cli.command()
@@ -167,8 +160,8 @@ def headspace(conf: str, json_to: str | None, **asked: Any) -> None:
 @click.option("--runs", default="5", show_default=True, metavar="N|auto", help="Runs of each arm.")
 @click.option("--steps", default="auto", show_default=True, metavar="N|auto", help="Optimizer steps of each run.")
 @click.option("--aa", is_flag=True, help="Allow arms that are the same: this tests the judge.")
-@click.option("--band", "band_pct", type=click.FloatRange(min=0, min_open=True), default=3.0, show_default=True,
-              metavar="PERCENT", help="A difference that nobody cares about.")  # fmt: skip
+@click.option("--band", "band_pct", type=click.FloatRange(min=0.1), default=3.0, show_default=True, metavar="PERCENT",
+              help="A difference that nobody cares about.")  # fmt: skip
 @_resume
 @_trains
 def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **asked: Any) -> None:
@@ -216,8 +209,7 @@ def exec_(command: Sequence[str], json_to: str | None, **asked: Any) -> None:
     """Run a Lightning script of yours, unmodified, with FastLoop in its Trainer."""
     from fastloop.commands import execute
 
-    with stdout_to_stderr() if json_to != "-" else contextlib.nullcontext():  # stdout is the script's
-        _answer(lambda: execute.execute(command, progress=_say, **asked), json_to)
+    _answer(lambda: execute.execute(command, progress=_say, **asked), json_to, aside=True)
 
 
 @cli.command()
@@ -237,8 +229,12 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
     _answer(show, json_to)
 
 
-def _answer(command: Callable[[], Answer], json_to: str | None) -> None:
-    """Run a command and print its answer: text to stdout; with ``--json -`` the object there, all else to stderr."""
+def _answer(command: Callable[[], Answer], json_to: str | None, *, aside: bool = False) -> None:
+    """Run a command and print its answer: text to stdout; with ``--json -`` the object there, all else to stderr.
+
+    Args:
+        aside: stdout is not ours; text goes to stderr.
+    """
     if json_to == "-":
         with stdout_to_stderr():
             answer = command()
@@ -249,7 +245,7 @@ def _answer(command: Callable[[], Answer], json_to: str | None) -> None:
             check_writable(Path(json_to))
         answer = command()
         if answer.text:
-            print(answer.text)
+            print(answer.text, file=sys.stderr if aside else None)
     if answer.json is not None and json_to is not None:
         from fastloop.report.files import dump
 

@@ -112,7 +112,7 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 
 # -- mistyped ---------------------------------------------------------------------------------------------------------
 
-KNOWN = "doctor, recipes, rungs, config, plan, run, diagnose, headspace, report"
+KNOWN = "doctor, recipes, rungs, config, plan, run, diagnose, headspace, ab, climb, tune, exec, report"
 RUNGS = "workers, pin, prefetch, batch, amp, layout, fused, compile, overlap"
 MISTYPED = [
     ("frobnicate", "command 'frobnicate'", f"the commands are {KNOWN}", "run fastloop --help"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastloop import facts
+from fastloop.commands.answer import Answer
 from fastloop.commands.probes import Backend, NoAnswer, TorchProbe, exchange_gb_per_s, torch_probe
 
 Status = Literal["ok", "warn", "fail", "info"]
@@ -57,6 +58,14 @@ class Check:
     found: str
     do: str | None = None
     """What to run or write instead."""
+
+
+def doctor(*, comm: bool) -> Answer:
+    """All checks, a line each and what to do about it."""
+    checks = check(comm=comm)
+    lines = [f"{one.status:<5} {one.name}: {one.found}" + (f"\n      do  {one.do}" if one.do else "")
+             for one in checks]  # fmt: skip
+    return Answer(text="\n".join(lines), json={**as_json(checks), "run_dir": None}, exit_code=exit_code(checks))
 
 
 def check(comm: bool = False) -> tuple[Check, ...]:
