@@ -92,7 +92,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
             code = process.wait()
             if relay.heard or code:
                 _sweep(before)
-            if relay.heard:  # Lightning ends a training that is told to end as if it were done
+            if relay.heard and code in (0, 1):  # Lightning ends a training that is told to end as if it were done
                 code = 128 + relay.heard[0]
     finally:
         _adopt_orphans(libc, False)
