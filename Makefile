@@ -8,10 +8,10 @@ OLDEST := .venv/oldest
 
 demo: .venv/.demo
 	$(BIN)/fastloop plan resnet50 recipe.size=tiny --config safe
-	$(BIN)/fastloop run resnet50 recipe.size=tiny run.max_steps=60 --out $(OUT)/naive --force
-	$(BIN)/fastloop run resnet50 recipe.size=tiny run.max_steps=60 --config safe --out $(OUT)/safe --force
-	$(BIN)/fastloop report $(OUT)/safe
-	@echo "Two single runs show what was applied, not a speed-up: that takes several runs of each."
+	$(BIN)/fastloop run resnet50 recipe.size=tiny run.max_steps=60 --out $(OUT)/run --force
+	$(BIN)/fastloop ab gpt2 recipe.size=tiny trainer.accumulate_grad_batches=2 --vs amp --runs 3 --steps 300 \
+		--out $(OUT)/ab --force || test $$? -eq 4
+	@echo "The pictures: $(OUT)/run/report.html (why it is slow) and $(OUT)/ab/report.html (what a rung gains)"
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
