@@ -6,14 +6,26 @@ draws a random number or changes an order. For disposable processes: loaders are
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from fastloop.bridge.tally import Tally
+from fastloop.feeds.bounded import Bounded
 from fastloop.feeds.loader import LazyLoader, clone
 from fastloop.feeds.tree import samples, tensors
 from fastloop.feeds.windows import WindowSampler
@@ -21,6 +33,8 @@ from fastloop.feeds.windows import WindowSampler
 Source = Literal["sampler", "content"]
 _MARKS = 32
 """Numbers noted of each sample of a tensor."""
+_ON_THEIR_OWN = (SequentialSampler, DistributedSampler)
+_SHUFFLES = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Batch(NamedTuple):
@@ -33,25 +47,72 @@ class Batch(NamedTuple):
     """Samples of each loader batch that was merged into it."""
 
 
-class Drawn:
-    """What one loader has handed out, or will, and nobody has taken in yet."""
+class Epoch(NamedTuple):
+    """What one loader gave to an epoch, in whatever order."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    complete: bool
+    """All batches that the loader had."""
+    digest: int | None
+    """See `Tally`; None where only the content is known."""
+    again: int | None
+    """Samples that had been drawn before in this epoch; None = unknown."""
+
+
+class Drawn:
+    """What one loader has handed out, or will, and nobody has taken in yet.
+
+    Args:
+        source: by what its samples are known.
+        own_order: no other random numbers have a say in the order of its samples. None = unknown.
+        dataset: samples of its dataset; None = unknown.
+    """
+
+    def __init__(self, source: Source, *, own_order: bool | None = None, dataset: int | None = None) -> None:
+        self.source, self.own_order, self.dataset = source, own_order, dataset
         self.why: str | None = None
         """Why its samples are not known."""
+        self._ended = False
+        self._length: int | None = None
         self._batches: deque[Batch] = deque()
+        self._tally = Tally(dataset) if source == "sampler" else None
+        self._taken = 0
 
-    def begin(self) -> None:
-        """An epoch begins. What is left of one that was cut short is never used."""
+    def begin(self, length: int | None = None) -> None:
+        """An epoch of so many batches begins. What is left of one that was cut short is never used."""
         self._batches.clear()
+        self._length, self._ended = length, False
 
     def add(self, batch: Batch) -> None:
         self._batches.append(batch)
 
     def take(self) -> Batch | None:
         """The next batch in the order of use; None where the loader had no more."""
-        return self._batches.popleft() if self._batches else None
+        if not self._batches:
+            return None
+        batch = self._batches.popleft()
+        self._taken += 1
+        if self._tally is not None:
+            self._tally.add(batch.streams[0])
+        return batch
+
+    def end(self) -> None:
+        """The loader has no more for this epoch."""
+        self._ended = True
+
+    def epoch(self) -> Epoch:
+        """An epoch is over: all that was taken since the last one."""
+        complete = not self._batches and self._taken > 0 and (self._ended or self._taken == self._length)
+        self._taken = 0
+        return Epoch(complete, *(self._tally.take() if self._tally is not None else (None, None)))
+
+
+def together(epochs: Sequence[Epoch]) -> Epoch:
+    """An epoch of several loaders, whose samples are told apart."""
+    complete = bool(epochs) and all(epoch.complete for epoch in epochs)
+    digests = [epoch.digest for epoch in epochs if epoch.digest is not None]
+    known = bool(epochs) and len(digests) == len(epochs)
+    digest = sum(each * (2 * number + 1) for number, each in enumerate(digests)) % 2**64
+    return Epoch(complete, digest if known else None, epochs[0].again if len(epochs) == 1 else None)
 
 
 def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
@@ -70,10 +131,10 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
         return loader, _note_content(inner)
     name = "sampler" if inner.batch_sampler is None else "batch_sampler"
     known = getattr(inner, name)
-    drawn = known.drawn if isinstance(known, _Sampler) else Drawn("sampler")
     if isinstance(known, _Sampler):  # a loader that comes again
-        drawn.begin()
-        return loader, drawn
+        known.drawn.begin()
+        return loader, known.drawn
+    drawn = Drawn("sampler", own_order=_own_order(known), dataset=_length(inner.dataset))
     noted = {name: _Sampler(known, drawn, batched=name == "batch_sampler")}
     if inner is not _innermost(given):
         inner.__dict__.update(noted)
@@ -97,6 +158,25 @@ def _draws_ids(loader: Any) -> bool:
             and getattr(loader, "in_order", True))  # fmt: skip
 
 
+def _own_order(sampler: Any) -> bool | None:
+    """Whether nothing that draws random numbers elsewhere, like an augmentation, can change the order."""
+    while isinstance(sampler, (WindowSampler, Bounded)):
+        sampler = sampler.batches if isinstance(sampler, WindowSampler) else sampler.inner
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) in _SHUFFLES:
+        return sampler.generator is not None
+    return True if type(sampler) in _ON_THEIR_OWN else None
+
+
+def _length(of: Any) -> int | None:
+    """Its length, or that without the limit of a Trainer; None where it has none."""
+    try:
+        return -(-len(of.batches) // of.window) if isinstance(of, WindowSampler) else len(of)
+    except Exception:
+        return None
+
+
 # -- ids --------------------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +185,7 @@ class _Sampler:
 
     def __init__(self, inner: Any, drawn: Drawn, *, batched: bool) -> None:
         self.inner, self.drawn, self.batched = inner, drawn, batched
+        self._windows = isinstance(inner, WindowSampler)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -115,24 +196,28 @@ class _Sampler:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn.begin()
+        self.drawn.begin(_length(self.inner))
         iterator = iter(self.inner)
         kind = _StatefulIterator if hasattr(iterator, "state_dict") else _Iterator
-        return kind(iterator, self._note)
+        return kind(iterator, self._note, self._end)
 
     def _note(self, drawn: Any) -> None:
-        ids = drawn if isinstance(drawn, (list, tuple)) else [drawn]
+        ids = drawn if isinstance(drawn, (list, tuple)) else _listed(drawn)
         # Of a sampler that draws samples one by one where the dataset hands out whole batches, the size is not known.
         count = len(ids) if self.batched else None
-        window = self.inner.sizes[-1] if isinstance(self.inner, WindowSampler) else None
+        window = self.inner.sizes[-1] if self._windows else None
         self.drawn.add(Batch((_bytes(ids),), count, window))
+
+    def _end(self) -> None:
+        if not self._windows:  # those may end at a limit
+            self.drawn.end()
 
 
 class _Iterator:
-    """Passes on what it is asked, and notes what comes out."""
+    """Passes on what it is asked, and notes what comes out and that no more comes."""
 
-    def __init__(self, inner: Iterator[Any], note: Callable[[Any], None]) -> None:
-        self.inner, self._note = inner, note
+    def __init__(self, inner: Iterator[Any], note: Callable[[Any], None], end: Callable[[], None]) -> None:
+        self.inner, self._note, self._end = inner, note, end
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -143,7 +228,11 @@ class _Iterator:
         return self
 
     def __next__(self) -> Any:
-        drawn = next(self.inner)
+        try:
+            drawn = next(self.inner)
+        except StopIteration:
+            self._end()
+            raise
         self._note(drawn)
         return drawn
 
@@ -158,12 +247,18 @@ class _StatefulIterator(_Iterator):
         self.inner.load_state_dict(state)  # type: ignore[attr-defined]
 
 
+def _listed(drawn: Any) -> Any:
+    """One id, or a tensor or array of several."""
+    ids = drawn.tolist() if hasattr(drawn, "tolist") else drawn
+    return ids if isinstance(ids, list) else [ids]
+
+
 def _bytes(ids: Any) -> bytes:
-    """The same whether the ids come in one list or in several."""
+    """Eight each: the same whether the ids come in one list or in several."""
     try:
         return array("q", ids).tobytes()
     except (TypeError, OverflowError):
-        return "".join(f"{each!r}\0" for each in ids).encode()
+        return b"".join(hashlib.blake2b(repr(each).encode(), digest_size=8).digest() for each in ids)
 
 
 # -- content ----------------------------------------------------------------------------------------------------------
@@ -182,7 +277,7 @@ def _note_content(loader: Any) -> Drawn:
 
     def __iter__(self: Any) -> Iterator[Any]:
         drawn.begin()
-        return _Iterator(kind.__iter__(self), lambda batch: drawn.add(_content(batch, drawn)))
+        return _Iterator(kind.__iter__(self), lambda batch: drawn.add(_content(batch, drawn)), drawn.end)
 
     names = {"__iter__": __iter__, "__module__": kind.__module__, "fastloop_drawn": drawn}
     try:

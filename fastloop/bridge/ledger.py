@@ -10,6 +10,10 @@ ranks) when the training ends::
     steps      one [hash of the samples in order, samples, backwards done, [learning rates]] per optimizer step, at most
                10,000. The hash does not depend on how samples are cut into batches
     planned    backwards each of these steps was to have, as the micro-batches were planned
+    epochs     one [optimizer step at its end, samples, complete, digest of its samples in whatever order, samples that
+               had been drawn before in it] per epoch, at most 10,000; complete: all batches that the loaders had
+    dataset    samples of the dataset
+    own_order  true: no other random numbers than the sampler's own have a say in the order of the samples
     optimizer_steps, partial
 """
 
@@ -26,16 +30,14 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from fastloop.bridge.backwards import Backwards
 from fastloop.bridge.beats import hear_only
-from fastloop.bridge.drawn import Batch, Drawn, listen
+from fastloop.bridge.drawn import Batch, Drawn, listen, together
 from fastloop.feeds.pieces import CannotSplit, cut
 from fastloop.feeds.tree import samples
 from fastloop.report import files
 
 MOST_STEPS = 10_000
-_SPREAD, _KEPT = 64, 3
-"""Parameters whose gradients are counted in the first step, and from then on."""
-
 
 class Ledger(Callback):
     """Writes down what each optimizer step was made of."""
@@ -44,7 +46,7 @@ class Ledger(Callback):
         self.out = out
         self.why: str | None = None
         self._drawn: list[Drawn] = []
-        self._epoch, self._step = -1, 0
+        self._asked, self._step = -1, 0
         self._backwards: Backwards | None = None
         self._begin(0)
         hear_only(self, "on_before_optimizer_step", "on_train_batch_end")
@@ -60,8 +62,8 @@ class Ledger(Callback):
 
     def listen(self, trainer: Any, loader: Any, given: Any) -> Any:
         """A train loader is about to be used; Lightning asks one by one, and for all again when it reloads them."""
-        if trainer.current_epoch != self._epoch:
-            self._epoch, self._drawn = trainer.current_epoch, []
+        if trainer.current_epoch != self._asked:
+            self._asked, self._drawn = trainer.current_epoch, []
         try:
             loader, drawn = listen(loader, given)
         except Exception as error:
@@ -76,7 +78,7 @@ class Ledger(Callback):
         """Of this fit nothing is known, and what an earlier one left in the directory is none of its."""
         if stage != "fit":
             return
-        self.why, self._drawn, self._epoch = None, [], -1
+        self.why, self._drawn, self._asked = None, [], -1
         if trainer.is_global_zero:
             for path in self.out.glob("ledger*.json"):
                 path.unlink(missing_ok=True)
@@ -84,6 +86,8 @@ class Ledger(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Not before: rung `batch` refuses a model that carries such hooks, and has made its plan by now.
         self._begin(trainer.global_step)
+        for drawn in self._drawn:
+            drawn.epoch()  # of an earlier fit
         self._backwards = Backwards(pl_module)
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
             self.why = "training_step takes its batches itself"
@@ -102,6 +106,9 @@ class Ledger(Callback):
             self.why = f"{type(error).__name__}: {error}"
             hear_only(self)
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end_epoch()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._write(trainer, partial=False)
 
@@ -114,40 +121,38 @@ class Ledger(Callback):
         self._step = step
         self._steps: list[list[Any]] = []
         self._planned: list[int | None] = []
+        self._epochs: list[list[Any]] = []
         self._count = 0
         self._rates: dict[int, list[Any]] = {}
         self._uncut = 0
+        self._in_epoch: int | None = 0
         self._next_step()
 
     def _next_step(self) -> None:
         self._rates.clear()
-        self._hashes: dict[tuple[int, int], Any] = {}
+        self._streams: dict[tuple[int, int], list[bytes]] = {}
         self._samples: int | None = 0
         self._plan = 0
 
     def _batch(self, trainer: Any, batch: Any) -> None:
         """One batch of the Trainer's, which every loader had a part in."""
-        taken = [drawn.take() for drawn in self._drawn]
-        for number, part in enumerate(taken):
-            if part is not None:
+        first = None
+        for number, drawn in enumerate(self._drawn):
+            if (part := drawn.take()) is not None:
+                first = first or part
                 for stream, content in enumerate(part.streams):
-                    self._hash(number, stream).update(content)
-        known = [part for part in taken if part is not None]
-        if not known and self.why is None:
+                    self._streams.setdefault((number, stream), []).append(content)
+        if first is None and self.why is None:
             self.why = "more batches were used than the loader was seen to hand out"
-        rows = known[0].samples if known and known[0].samples is not None else samples(batch)
+        rows = first.samples if first is not None and first.samples is not None else samples(batch)
         self._samples = None if self._samples is None or rows is None else self._samples + rows
-        self._plan += self._pieces(trainer.strategy, known[0] if known else None, samples(batch))
+        self._in_epoch = None if self._in_epoch is None or rows is None else self._in_epoch + rows
+        self._plan += self._pieces(trainer.strategy, first, batch)
 
-    def _hash(self, loader: int, stream: int) -> Any:
-        if (known := self._hashes.get((loader, stream))) is None:
-            known = self._hashes[loader, stream] = hashlib.blake2b(digest_size=8)
-        return known
-
-    def _pieces(self, strategy: Any, part: Batch | None, rows: int | None) -> int:
+    def _pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
         """Backwards this batch was to have."""
         micro = getattr(getattr(strategy, "fastloop", None), "micro", None)
-        if micro is None or rows is None:
+        if micro is None or (rows := samples(batch)) is None:
             return 1
         if micro.uncut != self._uncut:
             self._uncut = micro.uncut
@@ -159,32 +164,55 @@ class Ledger(Callback):
         """An optimizer step is done."""
         self._count += 1
         if self._count <= MOST_STEPS:
-            digest = hashlib.blake2b(digest_size=8)
-            for _, each in sorted(self._hashes.items()):
-                digest.update(each.digest())
             rates = [_kept(rate) for group in self._rates.values() for rate in group]
             done = self._backwards.take() if self._backwards is not None else None
-            self._steps.append([digest.hexdigest() if self._hashes else None, self._samples, done, rates])
+            self._steps.append([self._hash() if self._streams else None, self._samples, done, rates])
             self._planned.append(self._plan)
         self._next_step()
+
+    def _hash(self) -> str:
+        """Of the samples of this step, loader by loader and tensor by tensor."""
+        found = [hashlib.blake2b(b"".join(parts), digest_size=8) for _, parts in sorted(self._streams.items())]
+        if len(found) > 1:
+            found = [hashlib.blake2b(b"".join(each.digest() for each in found), digest_size=8)]
+        return found[0].hexdigest()
+
+    def _end_epoch(self) -> None:
+        try:
+            if len(self._epochs) < MOST_STEPS:
+                epoch = together([drawn.epoch() for drawn in self._drawn])
+                digest = None if epoch.digest is None else f"{epoch.digest:016x}"
+                self._epochs.append([self._count, self._in_epoch, epoch.complete, digest, epoch.again])
+            self._in_epoch = 0
+        except Exception as error:  # a ledger must not end a training
+            self.why = f"{type(error).__name__}: {error}"
 
     def _write(self, trainer: Any, *, partial: bool) -> None:
         try:
             seen = self._backwards is not None and self._backwards.seen
             if self._backwards is not None:
                 self._backwards.remove()
+            if self._in_epoch != 0:
+                self._end_epoch()
             name = "ledger.json" if trainer.global_rank == 0 else f"ledger-{trainer.global_rank}.json"
-            whys = [self.why, *(drawn.why for drawn in self._drawn), None if self._drawn else "no loader was seen"]
-            why = next((each for each in whys if each is not None), None)
-            sources = {drawn.source for drawn in self._drawn}
-            ids = None if why is not None else "content" if "content" in sources else "sampler"
-            rows = [[each if ids else None, count, done if seen else None, [_number(rate) for rate in rates]]
-                    for each, count, done, rates in self._steps]  # fmt: skip
-            content = {"schema": files.SCHEMA, "rank": trainer.global_rank, "ids": ids, "why": why, "steps": rows,
-                       "planned": self._planned, "optimizer_steps": self._count, "partial": partial}  # fmt: skip
+            content = {"schema": files.SCHEMA, "rank": trainer.global_rank, **self._told(seen), "planned": self._planned,
+                       "epochs": self._epochs, "optimizer_steps": self._count, "partial": partial}  # fmt: skip
             files.write(self.out, {name: json.dumps(content, allow_nan=False) + "\n"})
         except Exception as error:  # a full disk, say; the training has ended well
             self.why = f"{type(error).__name__}: {error}"
+
+    def _told(self, seen: bool) -> dict[str, Any]:
+        """What is known of the samples and the steps."""
+        whys = [self.why, *(drawn.why for drawn in self._drawn), None if self._drawn else "no loader was seen"]
+        why = next((each for each in whys if each is not None), None)
+        sources = {drawn.source for drawn in self._drawn}
+        ids = None if why is not None else "content" if "content" in sources else "sampler"
+        rows = [[each if ids else None, count, done if seen else None, [_number(rate) for rate in rates]]
+                for each, count, done, rates in self._steps]  # fmt: skip
+        orders = [drawn.own_order for drawn in self._drawn]
+        return {"ids": ids, "why": why, "steps": rows,
+                "dataset": self._drawn[0].dataset if len(self._drawn) == 1 else None,
+                "own_order": None if None in orders else all(orders)}  # fmt: skip
 
 
 class _Listening:
@@ -199,52 +227,6 @@ class _Listening:
         ask = self.before or functools.partial(type(strategy).process_dataloader, strategy)
         loader = ask(given)
         return self.ledger.listen(self.trainer, loader, given) if self.trainer.state.stage == "train" else loader
-
-
-class Backwards:
-    """Counts the backwards that reached the parameters: those that were done, not those that were asked for.
-
-    In the first step many parameters are asked, for some may be frozen or take no part; a few of those with the most
-    gradients are kept.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        parameters = [each for each in module.parameters() if each.requires_grad and each.is_leaf]
-        spread = parameters[:: -(-len(parameters) // _SPREAD) or 1]
-        self._counters = [_Counter(each) for each in {id(each): each for each in [*spread, *parameters[-1:]]}.values()]
-        self._all = True
-        self.seen = False
-        """Some backward was seen at all: under a strategy with gradients of its own none is."""
-
-    def take(self) -> int:
-        """Backwards since it was last asked."""
-        count = max((counter.count for counter in self._counters), default=0)
-        if count and self._all:
-            most = [counter for counter in self._counters if counter.count == count]
-            kept = {id(most[n]): most[n] for n in (0, len(most) // 2, len(most) - 1)}
-            for counter in self._counters:
-                if id(counter) not in kept:
-                    counter.handle.remove()
-            self._counters, self._all, self.seen = list(kept.values()), False, True
-        for counter in self._counters:
-            counter.count = 0
-        return count
-
-    def remove(self) -> None:
-        """Let go of the parameters."""
-        for counter in self._counters:
-            counter.handle.remove()
-
-
-class _Counter:
-    """How often one parameter got a gradient."""
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self.count = 0
-        self.handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, _: torch.Tensor) -> None:
-        self.count += 1
 
 
 @functools.lru_cache(maxsize=256)

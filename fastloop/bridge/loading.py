@@ -3,15 +3,20 @@
 The Trainer is set up as for a fit, rungs and ranks included, and stopped right before the first step: until then its
 loader is asked for one batch after the other, as its loop would, and nothing is done with them. What a device feed
 copies is copied. Alone, a loader has all CPUs to itself: a training can only be slower than this.
+
+Several numbers of workers are measured one after the other in one process, each with a Trainer of its own: what takes
+the time of a trial is the start of Python, torch and the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,8 @@ MOST_S = 20.0
 """… and at most this long; so does what has to pass before it."""
 FEWEST = 3
 """Batches of a window; with queues, twice what they hold at least."""
+FASTER = 0.9
+"""Of the time with the count before: one that needs more than this share of it is no faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +62,19 @@ class Window:
         return not self.drained or self.batches < FEWEST
 
 
-def measure(config: Config, beat: Path | None) -> Mapping[str, Any]:
+def measure(config: Config, beat: Path | None, counts: Sequence[int] = (),
+            enough_ms: float | None = None) -> Mapping[str, Any]:  # fmt: skip
     """How fast the train loader of a configuration is where nobody computes. Trains nothing and writes no files.
 
     Args:
         beat: the file that gets the pulse, see `beats.py`.
+        counts: numbers of workers, ascending, to measure one after the other; empty: the loader as it is.
+        enough_ms: no further count is tried after one with which the slowest rank takes less for a step; nor after one
+            that is no faster than the one before.
 
     Returns:
+        With `counts`, ``counts``: an answer for each that was measured, with its ``count``; and the ``inactive`` of the
+        first. Else the answer:
         ``samples_per_s`` over all ranks, which load at the same time; of this rank ``ms_per_batch``, ``ms_per_step``
         (all batches of an optimizer step), ``batches`` in ``seconds``, ``workers`` and ``batch_size``;
         ``queue_drained``: no batch that was made before is counted; ``window_too_short``; ``inactive``: the rungs that
@@ -70,6 +83,25 @@ def measure(config: Config, beat: Path | None) -> Mapping[str, Any]:
     Raises:
         FastLoopError: as `training.train`; or this Lightning does not show its train loader.
     """
+    if not counts:
+        return _alone(config, beat).found
+    found: list[dict[str, Any]] = []
+    before_ms = math.inf
+    for count in counts:
+        workers = dataclasses.replace(config.ladder.workers, enabled=True, count=count)
+        alone = _alone(dataclasses.replace(config, ladder=dataclasses.replace(config.ladder, workers=workers)), beat)
+        found.append({"count": count, **alone.found})
+        ms, last = alone.slowest_ms, before_ms
+        before_ms = ms
+        if ms < (enough_ms or 0.0) or ms > FASTER * last or "workers" in alone.found["inactive"]:
+            break
+        del alone
+        gc.collect()  # the Trainer before, its model and its batches
+    return {"counts": found, "inactive": found[0]["inactive"]}
+
+
+def _alone(config: Config, beat: Path | None) -> _Alone:
+    """The loader of one configuration."""
     alone = _Alone()
 
     def prepare(trainer: Any, loop: FastLoop) -> None:
@@ -83,7 +115,7 @@ def measure(config: Config, beat: Path | None) -> Mapping[str, Any]:
                                watch=WatchSettings(enabled=False), trainer={**config.trainer, **silent})  # fmt: skip
     with contextlib.suppress(_Measured):
         training.train(bare, None, prepare=prepare)
-    return alone.found
+    return alone
 
 
 class _Measured(Exception):
@@ -95,6 +127,8 @@ class _Alone(Callback):
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
+        self.slowest_ms = math.inf
+        """For the batches of an optimizer step, on the rank that takes longest: all ranks have to decide alike."""
         self.loop: FastLoop | None = None
         hear_only(self)
 
@@ -111,6 +145,8 @@ class _Alone(Callback):
 
         trainer.strategy.barrier("fastloop loads")  # ranks compete for the CPUs, so they begin and end together
         self.found = self._answer(trainer, window(_batches(combined), trainer, pulse))
+        own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
+        self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
         raise _Measured
 

@@ -29,6 +29,10 @@ class Ask:
     """Write down which samples each optimizer step saw."""
     reference: Path | None = None
     """Of ``gradients``: the directory of the trial to compare with."""
+    counts: tuple[int, ...] = ()
+    """Of ``loader``: numbers of workers to measure one after the other."""
+    enough_ms: float | None = None
+    """Of ``loader``: with a number of workers that takes less for a step, it ends."""
 
 
 class Arm(Protocol):
@@ -71,6 +75,7 @@ class ConfigArm:
             overrides.append(f"run.max_steps={ask.steps}")
         if ask.warmup is not None:
             overrides.append(f"watch.warmup_steps={ask.warmup}")
-        job = self.job.but(*overrides, variation=ask.variation, ledger=ask.ledger,
+        job = self.job.but(*overrides, variation=ask.variation, ledger=ask.ledger, counts=ask.counts,
+                           enough_ms=ask.enough_ms,
                            reference=None if ask.reference is None else str(ask.reference))  # fmt: skip
         return run_trial(label, job, folder, limits=limits, progress=progress)

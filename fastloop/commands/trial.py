@@ -59,12 +59,17 @@ class Job:
     """Write down which samples each optimizer step saw, see `bridge/ledger.py`."""
     reference: str | None = None
     """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
+    counts: tuple[int, ...] = ()
+    """Of ``loader``: numbers of workers to measure one after the other; empty: the loader as it is."""
+    enough_ms: float | None = None
+    """Of ``loader``: with a number of workers that takes less for a step, it ends."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Job:
         """A job from its JSON."""
         known: dict[str, Any] = dict(content)
-        return cls(**{**known, "more": tuple(known["more"]), "overrides": tuple(known["overrides"])})
+        lists = {key: tuple(known.get(key) or ()) for key in ("more", "overrides", "counts")}
+        return cls(**{**known, **lists})
 
     def config(self) -> Config:
         """The checked configuration; raises ConfigError."""

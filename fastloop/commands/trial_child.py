@@ -58,7 +58,7 @@ def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
     beat = out / supervise.BEAT
     answering: dict[str, Callable[[], Mapping[str, Any]]] = {
         "rates": counting.rates, "flops": lambda: counting.flops(config, beat),
-        "loader": lambda: loading.measure(config, beat),
+        "loader": lambda: loading.measure(config, beat, job.counts, job.enough_ms),
         "plan": lambda: files.plan_json(dryrun.dry_run(config).plan),
         "gradients": lambda: gradients.measure(config, out, beat, Path(job.reference) if job.reference else None),
     }  # fmt: skip

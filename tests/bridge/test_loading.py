@@ -18,7 +18,8 @@ from fastloop.bridge import loading, recipe_modules
 from fastloop.bridge.loading import measure, window
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, run_trial
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, NotApplicable
+from fastloop.rungs.workers import Workers
 from tests.runs import feed_on_cpu
 
 SLOW = Path(__file__).parents[1] / "commands" / "slow_recipe" / "slow.yaml"
@@ -58,6 +59,50 @@ def test_a_known_loader(
     assert found["batch_size"] == size and found["workers"] == (2 if TWO[0] in overrides else 0)
     assert found["queue_drained"] is True and found["window_too_short"] is False and found["inactive"] == {}
     assert not newborns(), "no worker is left"
+
+
+def several(*overrides: str, counts: tuple[int, ...], enough_ms: float | None = None) -> Any:
+    return measure(Job(conf=str(SLOW), overrides=overrides).config(), None, counts, enough_ms)
+
+
+def test_several_numbers_of_workers_in_one_process(newborns: Callable[[], list[Any]]) -> None:
+    found = several("recipe.load_ms=80", counts=(1, 2, 4), enough_ms=60.0)
+    assert [each["count"] for each in found["counts"]] == [1, 2], "the second is enough"
+    assert [each["workers"] for each in found["counts"]] == [1, 2] and found["inactive"] == {}
+    one, two = (each["ms_per_step"] for each in found["counts"])
+    assert 0.8 * 80 < one < 1.6 * 80 and 0.8 * 40 < two < 60 and not newborns()
+    assert all(each["queue_drained"] for each in found["counts"])
+
+
+@pytest.mark.parametrize(
+    ("ms", "enough_ms", "measured"),
+    [([80.0, 60.0, 50.0], None, 3), ([80.0, 75.0, 20.0], None, 2), ([80.0, 60.0, 20.0], 61.0, 2),
+     ([None, 60.0, 59.0], None, 3)],
+    ids=["all", "no faster", "enough", "one that does not tell"],
+)  # fmt: skip
+def test_more_workers_are_tried_while_they_help(
+    ms: list[float | None], enough_ms: float | None, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def alone(config: Any, beat: Any) -> Any:
+        asked.append(config.ladder.workers)
+        step = ms[len(asked) - 1]
+        return SimpleNamespace(found={"ms_per_step": step, "inactive": {}}, slowest_ms=step or float("inf"))
+
+    monkeypatch.setattr(loading, "_alone", alone)
+    found = several(counts=(2, 4, 8), enough_ms=enough_ms)
+    assert [each.count for each in asked] == [2, 4, 8][:measured] and all(each.enabled for each in asked)
+    assert [each["ms_per_step"] for each in found["counts"]] == ms[:measured]
+
+
+def test_where_workers_do_not_apply_one_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise NotApplicable("the dataset cannot go to workers")
+
+    monkeypatch.setattr(Workers, "_refuse", refuse)
+    found = several(counts=(1, 2, 4))
+    assert len(found["counts"]) == 1 and found["inactive"] == {"workers": "the dataset cannot go to workers"}
 
 
 def test_nothing_is_trained_and_nothing_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,6 +182,17 @@ def test_ranks_load_at_once_in_a_trial_of_its_own(tmp_path: Path, newborns: Call
     assert trial.answer["samples_per_s"] == pytest.approx(2 * 4 * 1e3 / trial.answer["ms_per_batch"], rel=0.01)
     assert 32 < trial.answer["ms_per_batch"] < 80 and trial.answer["workers"] == 2
     assert trial.measurement is None and not newborns()
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ranks_go_through_the_numbers_together(tmp_path: Path, newborns: Callable[[], list[psutil.Process]]) -> None:
+    job = Job(conf=str(SLOW), overrides=("recipe.load_ms=80", "run.devices=2"), variation="loader",
+              counts=(1, 2, 4), enough_ms=55.0)  # fmt: skip
+    trial = run_trial("loader", job, tmp_path / "a", limits=Limits(total_s=120))
+    assert trial.ok and trial.answer is not None, trial.tail
+    assert [each["count"] for each in trial.answer["counts"]] == [1, 2] and not newborns()
+    assert 60 < trial.answer["counts"][0]["ms_per_step"] and trial.answer["counts"][1]["ms_per_step"] < 55
 
 
 # -- counting, by a clock of its own ----------------------------------------------------------------------------------
