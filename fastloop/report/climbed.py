@@ -106,7 +106,7 @@ def table(content: Mapping[str, Any]) -> Table:
     """A row for each attempt."""
     rows = [
         (f"{rung.get('rung')}{f' ({family})' if (family := rung.get('family')) else ''}",
-         f"{_ms(rung, 'step_ms_before')} to {_ms(rung, 'step_ms_after')}", _ms(rung, "predicted_saved_ms"),
+         _change(rung), _ms(rung, "predicted_saved_ms"),
          _ms(rung, "measured_saved_ms"), between(rung), number(real(rung.get("prediction_error_pct")), "+,.0f"),
          _parity(rung), f"{'kept' if rung.get('kept') is True else 'rolled back'}: {rung.get('why') or 'n/a'}")
         for rung in entries(content, "rungs")
@@ -126,3 +126,9 @@ def _parity(rung: Mapping[str, Any]) -> str:
     parity = part(rung, "parity")
     held = {True: "passed", False: "FAILED", None: "not shown"}[gates.passed(parity)]
     return f"{parity['class']}, {held}" if parity.get("class") else "n/a"
+
+
+def _change(rung: Mapping[str, Any]) -> str:
+    """The step before and after; n/a where the rung was not trained."""
+    before, after = _ms(rung, "step_ms_before"), _ms(rung, "step_ms_after")
+    return "n/a" if before == after == "n/a" else f"{before} to {after}"

@@ -161,7 +161,8 @@ def _parity(best: Pair | None) -> list[str]:
 def _why(content: Mapping[str, Any], best: Pair | None) -> list[str]:
     """The reason, where the lines above do not say it all."""
     plain = best is not None and judged.word(*best) in ("FASTER", "SLOWER") and gates.passed(part(best[0], "parity"))
-    return [] if plain else [_lede(content, best)]
+    parity = part(best[0], "parity").get("why") if best else None
+    return [] if plain else [_lede(content, best).removesuffix(f"; {parity}")]
 
 
 def _lede(content: Mapping[str, Any], best: Pair | None) -> str:
