@@ -92,3 +92,60 @@ def test_other_content_may_be_augmentation() -> None:
     assert gate.passed is None and "augmentation" in gate.why
     assert ledger_gate([(base, but(2, 1, 31, base))], parity_class="approximate").passed is False
     assert ledger_gate([(ledger(), but(2, 0, "other"))], parity_class="approximate").passed is False
+
+
+# -- another shuffle from the second epoch on -------------------------------------------------------------------------
+
+
+def epochs(**changes: Any) -> dict[str, Any]:
+    """Two whole epochs of two steps each, and a part of a third."""
+    rows = [[2, 64, True, "all", 0], [4, 64, True, "all", 0], [5, 8, False, "some", 0]]
+    return ledger(**{"epochs": rows, "dataset": 64, "own_order": False, **changes})
+
+
+def another(**changes: Any) -> dict[str, Any]:
+    arm = epochs(**changes)
+    arm["epochs"][2][3] = "others"
+    return but(5, 0, "e", but(4, 0, "d", but(3, 0, "c", arm)))
+
+
+def test_another_order_after_the_first_epoch() -> None:
+    gate = ledger_gate([(epochs(), another()), (epochs(), another())], reshuffled=True)
+    assert gate.passed and gate.detail == {"steps": 10, "reshuffled": True}
+    assert gate.why == "10 optimizer steps with the same backwards and learning rates; the first epoch equal, later" \
+        " ones the same samples in another order"  # fmt: skip
+    strict = ledger_gate([(epochs(), another())])
+    assert strict.passed is False and strict.detail == {"step": 3, "differs": "samples"}
+    same = ledger_gate([(epochs(), epochs())], reshuffled=True)
+    assert same.passed and same.why == "5 optimizer steps with the same samples, backwards and learning rates"
+
+
+@pytest.mark.parametrize(("arm", "step", "what"), [
+    (but(2, 0, "b", another()), 2, "samples"), (but(4, 1, 31, another()), 4, "samples"),
+    (but(4, 2, 3, another()), 4, "backwards"), (but(4, 3, [0.5], another()), 4, "rates"),
+    (but(3, 0, "c", ledger()), 3, "samples"), (another(own_order=True), 3, "samples"),
+], ids=["first epoch", "count", "backwards", "rates", "no epochs known", "an order of its own"])  # fmt: skip
+def test_all_else_stays_equal(arm: Any, step: int, what: str) -> None:
+    gate = ledger_gate([(epochs(), arm)], reshuffled=True)
+    assert gate.passed is False and gate.detail == {"step": step, "differs": what}
+
+
+def test_other_samples_in_a_later_epoch() -> None:
+    arm = another()
+    arm["epochs"][1][3] = "other"
+    gate = ledger_gate([(epochs(), arm)], reshuffled=True)
+    assert gate.passed is False and gate.detail == {"step": 4, "differs": "samples"}
+    assert ledger_gate([(arm, epochs())], reshuffled=True).passed is False
+
+
+def test_another_order_in_other_micro_batches() -> None:
+    rows = [[name, count, 1, rates] for name, count, _, rates in another()["steps"]]
+    gate = ledger_gate([(epochs(), another() | {"steps": rows, "planned": [1] * 5})], reshuffled=True, regrouped=True)
+    assert gate.passed and "the backwards of their plans; the first epoch equal" in gate.why
+
+
+def test_another_order_of_what_is_known_by_content_is_not_testable() -> None:
+    gate = ledger_gate([(epochs(ids="content"), another(ids="content"))], reshuffled=True)
+    assert gate.passed is None and "from the second epoch on" in gate.why
+    wrong = but(1, 0, "a", another(ids="content"))
+    assert ledger_gate([(epochs(ids="content"), wrong)], reshuffled=True).passed is False

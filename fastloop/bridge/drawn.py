@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastloop.bridge.tally import Tally
+from fastloop.bridge.tally import Epoch, Tally
 from fastloop.feeds.bounded import Bounded
 from fastloop.feeds.loader import LazyLoader, clone
 from fastloop.feeds.tree import samples, tensors
@@ -45,17 +45,6 @@ class Batch(NamedTuple):
     samples: int | None
     window: tuple[int, ...] | None
     """Samples of each loader batch that was merged into it."""
-
-
-class Epoch(NamedTuple):
-    """What one loader gave to an epoch, in whatever order."""
-
-    complete: bool
-    """All batches that the loader had."""
-    digest: int | None
-    """See `Tally`; None where only the content is known."""
-    again: int | None
-    """Samples that had been drawn before in this epoch; None = unknown."""
 
 
 class Drawn:
@@ -103,16 +92,7 @@ class Drawn:
         """An epoch is over: all that was taken since the last one."""
         complete = not self._batches and self._taken > 0 and (self._ended or self._taken == self._length)
         self._taken = 0
-        return Epoch(complete, *(self._tally.take() if self._tally is not None else (None, None)))
-
-
-def together(epochs: Sequence[Epoch]) -> Epoch:
-    """An epoch of several loaders, whose samples are told apart."""
-    complete = bool(epochs) and all(epoch.complete for epoch in epochs)
-    digests = [epoch.digest for epoch in epochs if epoch.digest is not None]
-    known = bool(epochs) and len(digests) == len(epochs)
-    digest = sum(each * (2 * number + 1) for number, each in enumerate(digests)) % 2**64
-    return Epoch(complete, digest if known else None, epochs[0].again if len(epochs) == 1 else None)
+        return Epoch(complete, *(self._tally.take() if self._tally is not None else ()))
 
 
 def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
@@ -172,7 +152,9 @@ def _own_order(sampler: Any) -> bool | None:
 def _length(of: Any) -> int | None:
     """Its length, or that without the limit of a Trainer; None where it has none."""
     try:
-        return -(-len(of.batches) // of.window) if isinstance(of, WindowSampler) else len(of)
+        if isinstance(of, WindowSampler):
+            return -(-len(of.batches) // of.window)  # type: ignore[arg-type]
+        return len(of)
     except Exception:
         return None
 

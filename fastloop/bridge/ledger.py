@@ -32,12 +32,14 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.backwards import Backwards
 from fastloop.bridge.beats import hear_only
-from fastloop.bridge.drawn import Batch, Drawn, listen, together
+from fastloop.bridge.drawn import Batch, Drawn, listen
+from fastloop.bridge.tally import together
 from fastloop.feeds.pieces import CannotSplit, cut
 from fastloop.feeds.tree import samples
 from fastloop.report import files
 
 MOST_STEPS = 10_000
+
 
 class Ledger(Callback):
     """Writes down what each optimizer step was made of."""
@@ -195,8 +197,9 @@ class Ledger(Callback):
             if self._in_epoch != 0:
                 self._end_epoch()
             name = "ledger.json" if trainer.global_rank == 0 else f"ledger-{trainer.global_rank}.json"
-            content = {"schema": files.SCHEMA, "rank": trainer.global_rank, **self._told(seen), "planned": self._planned,
-                       "epochs": self._epochs, "optimizer_steps": self._count, "partial": partial}  # fmt: skip
+            content = {"schema": files.SCHEMA, "rank": trainer.global_rank, **self._told(seen),
+                       "planned": self._planned, "epochs": self._epochs, "optimizer_steps": self._count,
+                       "partial": partial}  # fmt: skip
             files.write(self.out, {name: json.dumps(content, allow_nan=False) + "\n"})
         except Exception as error:  # a full disk, say; the training has ended well
             self.why = f"{type(error).__name__}: {error}"
@@ -212,7 +215,7 @@ class Ledger(Callback):
         orders = [drawn.own_order for drawn in self._drawn]
         return {"ids": ids, "why": why, "steps": rows,
                 "dataset": self._drawn[0].dataset if len(self._drawn) == 1 else None,
-                "own_order": None if None in orders else all(orders)}  # fmt: skip
+                "own_order": None if None in orders or not orders else all(orders)}  # fmt: skip
 
 
 class _Listening:

@@ -20,6 +20,8 @@ _LEDGER = re.compile(r"ledger(-\d+)?\.json")
 KEPT = "gradients.pt"
 """What the base's gradient trial leaves for those of its arms, see `bridge/gradients.py`."""
 _REGROUPS = ("step.micro_batch", "loader.window")
+_LOADS_ELSEWHERE = ("workers", "prefetch")
+"""Rungs that make random augmentations elsewhere or earlier: the one that says where, if both are there, first."""
 
 
 def class_of(trials: Sequence[Trial]) -> Parity:
@@ -41,8 +43,19 @@ def took(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 def regroups(trial: Trial) -> bool:
     """Whether its optimizer steps run in other micro-batches than the loader's."""
+    return any(key in (row.get("wants") or {}) for row in _planned(trial) for key in _REGROUPS)
+
+
+def augments_by(trial: Trial) -> str | None:
+    """The rung that decides where random augmentations are made, as far as that may change another's random numbers."""
+    loose = {row.get("rung") for row in _planned(trial) if row.get("parity_class") == "approximate"}
+    return next((rung for rung in _LOADS_ELSEWHERE if rung in loose), None)
+
+
+def _planned(trial: Trial) -> list[Mapping[str, Any]]:
+    """The rows of the rungs that its plan has."""
     rows = (read(trial.run_dir / "plan.json") or {}).get("rungs") or []
-    return any(key in (row.get("wants") or {}) for row in rows if row.get("status") == "planned" for key in _REGROUPS)
+    return [row for row in rows if row.get("status") == "planned"]
 
 
 def ledger(pairs: Sequence[tuple[Trial, Trial]]) -> Gate:
@@ -58,7 +71,8 @@ def ledger(pairs: Sequence[tuple[Trial, Trial]]) -> Gate:
             found.append((left, right))
     if not found:
         return Gate(name="ledger", passed=None, why="no run left a ledger")
-    return parity.ledger_gate(found, regrouped=any(regroups(base) != regroups(arm) for base, arm in pairs))
+    return parity.ledger_gate(found, regrouped=any(regroups(base) != regroups(arm) for base, arm in pairs),
+                              reshuffled=any(augments_by(base) != augments_by(arm) for base, arm in pairs))
 
 
 def gradient(base: Arm, arm: Arm, base_folder: Path, folder: Path, parity_class: Parity, *,

@@ -90,7 +90,16 @@ def test_ids_may_be_anything() -> None:
         loader, drawn = listen(given := DataLoader(Names(), batch_sampler=BatchSampler(order, size, False)), given)
         list(loader)
         found.append(b"".join(batch.streams[0] for batch in all_of(drawn)))
-    assert found[0] == found[1] and b"sample 5" in found[0]
+    assert found[0] == found[1] and len(found[0]) == 6 * 8 == 8 * len(set(array("q", found[0])))
+
+
+def test_a_batch_of_ids_may_be_a_tensor() -> None:
+    batches = [torch.tensor([3, 1]), torch.tensor([2])]
+    loader, drawn = listen(given := DataLoader(Ids(), batch_sampler=batches), given)  # type: ignore[arg-type]
+    list(loader)
+    found = all_of(drawn)
+    assert [batch.samples for batch in found] == [2, 1]
+    assert b"".join(batch.streams[0] for batch in found) == array("q", [3, 1, 2]).tobytes()
 
 
 def test_a_sampler_without_batches() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastloop.bridge import ceilings
-from fastloop.bridge.ledger import MOST_STEPS, Backwards, Ledger
+from fastloop.bridge.ledger import MOST_STEPS, Ledger
 from tests import models, runs
 from tests.bridge.launch import python
 from tests.rungs.fits import Raises
@@ -121,19 +121,6 @@ def test_compiled_parts_are_counted(tmp_path: Path) -> None:
     assert [row[2] for row in ledger(tmp_path, Compiled)[0]["steps"]] == [4, 4, 4]
 
 
-def test_few_parameters_are_asked_after_the_first_step() -> None:
-    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(200)))
-    counted = Backwards(module)
-    for expected in (1, 2):
-        for _ in range(expected):
-            module(torch.ones(1, 2)).sum().backward()
-        assert counted.take() == expected
-    hooked = [each for each in module.parameters() if getattr(each, "_post_accumulate_grad_hooks", None)]
-    assert len(hooked) == 3 and counted.seen
-    counted.remove()
-    assert counted.take() == 0 and Backwards(torch.nn.Tanh()).take() == 0
-
-
 class ByHand(Twin):
     """Two optimizers, manual optimization."""
 
@@ -179,6 +166,7 @@ def test_a_stream_is_known_by_its_content(tmp_path: Path) -> None:
 
     first, second = fitted(0), fitted(1)
     assert first["ids"] == "content" and first["steps"] == second["steps"] and first["steps"][0][1:3] == [32, 4]
+    assert first["epochs"] == [[3, 96, True, None, None]] and first["own_order"] is None
 
 
 def test_several_loaders(tmp_path: Path) -> None:
@@ -192,6 +180,7 @@ def test_several_loaders(tmp_path: Path) -> None:
     first, again, other = fitted(3), fitted(3), fitted(4)
     assert first["ids"] == "sampler" and first == again
     assert all(a[0] != b[0] for a, b in zip(first["steps"], other["steps"], strict=True)) and len(first["steps"]) == 3
+    assert first["epochs"][0][2:] == [False, first["epochs"][0][3], None] and first["epochs"][0][3] is not None
 
 
 def test_replayed_batches_and_a_step_that_takes_its_own(tmp_path: Path) -> None:
@@ -223,7 +212,7 @@ def test_a_training_that_raises_leaves_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="planted"):
         trainer.fit(module, shuffled())
     found = json.loads((tmp_path / "ledger.json").read_text())
-    assert found["partial"] and len(found["steps"]) == 2
+    assert found["partial"] and len(found["steps"]) == 2 and found["epochs"][0][:3] == [2, 16, False]
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
     assert not any(getattr(each, "_post_accumulate_grad_hooks", None) for each in module.parameters())
 
@@ -238,6 +227,7 @@ def test_a_second_fit_begins_anew_and_a_validation_leaves_it(tmp_path: Path) -> 
     trainer.fit(module, shuffled(64))
     found = json.loads((tmp_path / "ledger.json").read_text())
     assert [row[1] for row in found["steps"]] == [32] * 4 and found["ids"] == "sampler"
+    assert [row[:3] for row in found["epochs"]] == [[2, 64, True], [4, 64, True]]
 
 
 def test_into_from_a_callbacks_setup(tmp_path: Path) -> None:
@@ -265,7 +255,7 @@ def test_it_stops_at_ten_thousand_steps_and_on_a_full_disk(tmp_path: Path) -> No
 
 
 def test_a_fault_of_its_own_costs_only_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastloop.bridge.ledger.samples", lambda batch: 1 / 0)
+    monkeypatch.setattr(Ledger, "_pieces", lambda *_: 1 / 0)
     found, module = ledger(tmp_path)
     assert len(module.losses) == 12 and found["ids"] is None and "ZeroDivisionError" in found["why"]
 

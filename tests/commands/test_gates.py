@@ -58,6 +58,31 @@ def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:
     assert not gates.regroups(arm)
 
 
+ROWS = {"workers": {"rung": "workers", "status": "planned", "parity_class": "approximate"},
+        "exact": {"rung": "workers", "status": "planned", "parity_class": "exact"},
+        "skipped": {"rung": "workers", "status": "skipped", "parity_class": "approximate"},
+        "amp": {"rung": "amp", "status": "planned", "parity_class": "approximate"},
+        "prefetch": {"rung": "prefetch", "status": "planned", "parity_class": "approximate"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "arm", "passes"), [
+    ("", "workers", True), ("workers", "", True), ("", "prefetch", True), ("prefetch", "prefetch workers", True),
+    ("amp", "amp workers", True), ("", "", False), ("workers", "workers", False), ("", "exact", False),
+    ("", "skipped", False), ("", "amp", False), ("workers", "prefetch workers", False),
+])  # fmt: skip
+def test_another_shuffle_passes_where_augmentations_moved(base: str, arm: str, passes: bool, tmp_path: Path) -> None:
+    runs = [trial(tmp_path / name) for name in ("base", "arm")]
+    for side, names, order in zip(runs, (base, arm), ("one", "another"), strict=True):
+        rewrite(side, "plan.json", {"rungs": [ROWS[name] for name in names.split()]})
+        content = json.loads((side.run_dir / "ledger.json").read_text())
+        for number, row in enumerate(content["steps"]):
+            row[0] = order if number >= 10 else row[0]
+        epochs = [[10, 640, True, "all", 0], [20, 640, True, "all", 0]]
+        rewrite(side, "ledger.json", content | {"epochs": epochs, "dataset": 640, "own_order": False})
+    gate = gates.ledger([(runs[0], runs[1])])
+    assert gate.passed is passes and (gate.detail == {"step": 11, "differs": "samples"}) is not passes
+
+
 def test_the_gradient_of_the_base_serves_all_arms_and_is_not_taken_twice(tmp_path: Path) -> None:
     base, good, bad = MadeArm(), MadeArm(name="good"), MadeArm(name="bad", wrong="gradient")
     found = [gates.gradient(base, arm, tmp_path / "base", tmp_path / arm.name, "approximate") for arm in (good, bad)]
