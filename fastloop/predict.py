@@ -8,7 +8,9 @@ step's parts is the truth in neither case. A step here is one optimizer step; st
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WORTH_PCT = 3.0
 """Of the step. What can save less is not tried."""
@@ -40,6 +42,12 @@ class Costs:
     """Work of the model in ``replayed_ms`` over what the device could do at most, 0 to 1."""
     launch_bound: bool | None = None
     """The device waits for launches in ``replayed_ms``."""
+    copies_ms: float | None = None
+    """Copies to the device, as the parts of the step show them."""
+    fill_read: bool = False
+    """What lies ready in the queues of its workers can be read."""
+    loaders_ms: Sequence[tuple[int, float]] = ()
+    """Loading alone by number of workers, as far as that was asked."""
 
     @property
     def beside(self) -> bool:
@@ -51,9 +59,9 @@ class Costs:
         """The part of the step that the costs explain."""
         return max(0.0, self.now_ms - self.outside_ms)
 
-    def but(self, **changes: float | None) -> Costs:
+    def but(self, **changes: Any) -> Costs:
         """The same with other costs."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)
 
 
 def predicted_ms(now: Costs, then: Costs) -> float | None:

@@ -84,25 +84,25 @@ def measure(config: Config, beat: Path | None, counts: Sequence[int] = (),
         FastLoopError: as `training.train`; or this Lightning does not show its train loader.
     """
     if not counts:
-        return _alone(config, beat).found
+        return _alone(config, beat, goes_on=False).found
     found: list[dict[str, Any]] = []
     before_ms = math.inf
     for count in counts:
         workers = dataclasses.replace(config.ladder.workers, enabled=True, count=count)
-        alone = _alone(dataclasses.replace(config, ladder=dataclasses.replace(config.ladder, workers=workers)), beat)
+        ladder = dataclasses.replace(config.ladder, workers=workers)
+        alone = _alone(dataclasses.replace(config, ladder=ladder), beat, goes_on=True)
         found.append({"count": count, **alone.found})
-        ms, last = alone.slowest_ms, before_ms
-        before_ms = ms
-        if ms < (enough_ms or 0.0) or ms > FASTER * last or "workers" in alone.found["inactive"]:
+        ms, last_ms, before_ms = alone.slowest_ms, before_ms, alone.slowest_ms
+        if ms < (enough_ms or 0.0) or ms > FASTER * last_ms or "workers" in alone.found["inactive"]:
             break
         del alone
         gc.collect()  # the Trainer before, its model and its batches
     return {"counts": found, "inactive": found[0]["inactive"]}
 
 
-def _alone(config: Config, beat: Path | None) -> _Alone:
-    """The loader of one configuration."""
-    alone = _Alone()
+def _alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
+    """The loader of one configuration; `goes_on`: another may follow in this process."""
+    alone = _Alone(goes_on=goes_on)
 
     def prepare(trainer: Any, loop: FastLoop) -> None:
         if beat is not None:
@@ -125,7 +125,8 @@ class _Measured(Exception):
 class _Alone(Callback):
     """Takes batches from the loader that is ready for the first step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
         self.found: dict[str, Any] = {}
         self.slowest_ms = math.inf
         """For the batches of an optimizer step, on the rank that takes longest: all ranks have to decide alike."""
@@ -148,6 +149,8 @@ class _Alone(Callback):
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
+        if self.goes_on:  # a fit that raises ends the ranks it started, see `ending.py`; these begin the next one too
+            getattr(trainer.strategy.launcher, "procs", []).clear()
         raise _Measured
 
     def _answer(self, trainer: Any, seen: Window) -> dict[str, Any]:

@@ -6,15 +6,17 @@ found again by their folders. So a climb that was stopped goes on where it stood
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from fastloop.commands.arms import Ask
 from fastloop.commands.attempt import BaseFailed, attempt
+from fastloop.commands.budget import Spent
 from fastloop.commands.candidates import Candidate, Known, Start, choose, height
-from fastloop.commands.lab import Lab, Seen
-from fastloop.commands.lengths import PILOT, WINDOW_S, Length, length
+from fastloop.commands.lab import Lab, Needs, Seen
+from fastloop.commands.lengths import PILOT, WINDOW_S, Length, gradient_s, length
 from fastloop.commands.look import Scene, batches_per_step, queued
 from fastloop.commands.stack import Stack, plus
 from fastloop.measurement import CEILINGS
@@ -25,6 +27,8 @@ CONFIRM_RUNS = 3
 """Of each arm: the fewest that a verdict is given on."""
 CONFIRM_STEPS = 30
 """In a window at least: the loss gate looks at the last fifth of them."""
+COPIES_SHOW = 0.01
+"""Of the step without loading: copies that take less are not worth a trial without them."""
 PILOT_ENOUGH = 0.75
 """Of a window's seconds: a pilot that lasted so long need not be done again."""
 
@@ -37,12 +41,12 @@ class Ascent:
     Args:
         start: what of it the configuration says; the rest is seen in the first training.
         rows: what was tried in earlier calls, each with its ``costs`` where it was kept.
-        ceilings: of the start, as an earlier call has measured them.
+        ceilings: of the start, as an earlier call has measured them; ``notes`` what was to be said of them.
         save: called after each decision.
     """
 
     def __init__(self, lab: Lab, start: Start, *, warmup: int, rows: Sequence[Mapping[str, Any]] = (),
-                 ceilings: Mapping[str, float | None] | None = None,
+                 ceilings: Mapping[str, float | None] | None = None, notes: Mapping[str, str] | None = None,
                  save: Callable[[], None] = lambda: None) -> None:  # fmt: skip
         self.lab, self.start, self.warmup, self._save = lab, start, warmup, save
         self.rows: list[Row] = [dict(row) for row in rows]
@@ -50,6 +54,8 @@ class Ascent:
         self.costs: Costs | None = None
         self.ceilings: dict[str, float | None] = {**dict.fromkeys(CEILINGS), **(ceilings or {})}
         """Samples per second of the start with costs taken away."""
+        self.notes: dict[str, str] = dict(notes or {})
+        """How a ceiling came about that no trial has measured."""
         self._start_s = 0.0
         self._without: set[str] = set()
         """Folders of trials that failed, and so are not asked for again."""
@@ -95,7 +101,7 @@ class Ascent:
     def _try(self, candidate: Candidate) -> None:
         scene = Scene(lab=self.lab, known=self.known, warmup=self.warmup, start_s=self._start_s, pool=pool(self.rows))
         result = attempt(scene, candidate, f"{len(self.rows) + 1:02d}-{candidate.key}")
-        costs = None if result.costs is None else asdict(result.costs)
+        costs = None if result.costs is None else dataclasses.asdict(result.costs)
         self.rows.append({**result.row, "costs": costs})
         self.costs = result.costs or self.costs
         self._save()
@@ -106,13 +112,16 @@ class Ascent:
         """The training as it is, and what earlier calls know of the stack they have reached."""
         self.naive = naive = self._naive()
         rank_batch = None if naive.global_batch is None else naive.global_batch // naive.world_size
-        self.start = Start(enabled=self.start.enabled, devices=self.start.devices, allow=self.start.allow,
-                           on_cuda=naive.device == "cuda", loader_workers=naive.workers, micro_batch=naive.micro_batch,
-                           rank_batch=rank_batch)  # fmt: skip
+        self.start = dataclasses.replace(
+            self.start, on_cuda=naive.device == "cuda", loader_workers=naive.workers, micro_batch=naive.micro_batch,
+            rank_batch=rank_batch)  # fmt: skip
+        # Where the training thread loads, what it waits for its loader is all that loading takes.
+        alone = self.start.on_cuda and naive.workers == 0 and "prefetch" not in self.start.enabled
         assert naive.step_ms is not None
         kept = [row["costs"] for row in self.rows if row["kept"]]
         self.costs = Costs(**kept[-1]) if kept else Costs(
-            now_ms=naive.step_ms, outside_ms=naive.outside_ms, gap_ms=naive.gap_ms, workers=naive.workers)  # fmt: skip
+            now_ms=naive.step_ms, outside_ms=naive.outside_ms, gap_ms=naive.gap_ms, workers=naive.workers,
+            loader_ms=naive.waits_ms if alone else None, copies_ms=naive.copies_ms)  # fmt: skip
         self._save()
 
     def _naive(self) -> Seen:
@@ -142,13 +151,24 @@ class Ascent:
         # Without a device and without workers nothing overlaps: loading is what the step has beyond the rest.
         overlaps = self.start.on_cuda or self.costs.beside
         if self.costs.loader_ms is None and overlaps and (seen := self._component("loader")) is not None:
-            self.costs = self.costs.but(loader_ms=seen.loader_ms)
-        copies = self.costs.resident_ms is None and self._copies_count()
-        if copies and (seen := self._component("resident")) is not None:
-            self.costs = self.costs.but(resident_ms=seen.core_ms)
+            self.costs = self.costs.but(loader_ms=seen.loader_ms, fill_read=seen.fill_read)
+        if self.costs.resident_ms is None and self._copies_count():
+            self._without_copies()
         if self.costs.alone_ms is None and self.start.devices > 1 \
                 and (seen := self._component("no_exchange")) is not None:  # fmt: skip
             self.costs = self.costs.but(alone_ms=seen.core_ms)
+
+    def _without_copies(self) -> None:
+        """The step without loading and copies; where those hardly take time, it is the one without loading."""
+        assert self.costs is not None
+        copies_ms, rest_ms = self.costs.copies_ms, self.costs.replayed_ms
+        if self.start.on_cuda and rest_ms and copies_ms is not None and copies_ms < COPIES_SHOW * rest_ms:
+            self.costs = self.costs.but(resident_ms=rest_ms)
+            if not self.stack:
+                self.ceilings["resident"] = self.ceilings["replayed"]
+                self.notes["resident"] = f"as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
+        elif (seen := self._component("resident")) is not None:
+            self.costs = self.costs.but(resident_ms=seen.core_ms)
 
     def _copies_count(self) -> bool:
         """Whether a rung may still hide them; of the start it is always told."""
@@ -169,6 +189,8 @@ class Ascent:
         if seen.ok and (seen.loader_ms if variation == "loader" else seen.core_ms):
             if variation in CEILINGS and not last:
                 self.ceilings[variation] = seen.samples_per_s
+            if seen.step_ms:  # the first training of all has more to do at its start
+                self._start_s = max(1.0, min(self._start_s, seen.seconds - took.steps * seen.step_ms / 1e3))
             return seen
         self._without.add(at)
         return None
@@ -176,11 +198,23 @@ class Ascent:
     # -- confirming ---------------------------------------------------------------------------------------------------
 
     def confirm(self) -> Mapping[str, Any] | None:
-        """The top against the start by a fresh A/B; None where nothing was kept. Raises Spent."""
+        """The top against the start by a fresh A/B; None where nothing was kept.
+
+        Raises:
+            Spent: it would not end in the budget, and so has not begun, or it did not; says how long it takes yet.
+        """
         if not self.stack:
             return None
-        return self.lab.confirm(f"confirm-{height(self.rows)}", self.stack, self._confirm_length(),
-                                need_s=self._to_confirm_s() / (2 * CONFIRM_RUNS))  # fmt: skip
+        try:
+            return self.lab.confirm(self._confirm_at, self.stack, self._confirm_length(), need_s=self._to_confirm_s())
+        except Spent:
+            left_s = self._to_confirm_s()
+            took = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"
+            raise Spent(f"the confirmation, about {took}") from None
+
+    @property
+    def _confirm_at(self) -> str:
+        return f"confirm-{height(self.rows)}"
 
     def _confirm_length(self) -> Length:
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
@@ -190,11 +224,13 @@ class Ascent:
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS))
 
     def _to_confirm_s(self) -> float:
-        """What the confirmation takes: a run that does not count, those that do, and two of a step for the gradient."""
+        """What is left of the confirmation takes."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
-        took = self._confirm_length()
-        naive, top = (took.seconds(ms, self._start_s) for ms in (self.naive.step_ms, self.costs.now_ms))
-        return (CONFIRM_RUNS + 1) * naive + CONFIRM_RUNS * top + 2 * self._start_s
+        took, both = self._confirm_length(), (self.naive.step_ms, self.costs.now_ms)
+        base_s, arm_s = (took.seconds(ms, self._start_s) for ms in both)
+        gradients_s = sum(gradient_s(ms, self._start_s) for ms in both) / 2
+        return self.lab.left_to_confirm(self._confirm_at, Needs(start_s=self._start_s, base_s=base_s, arm_s=arm_s,
+                                                                gradients_s=gradients_s))  # fmt: skip
 
 
 def pool(rows: Sequence[Mapping[str, Any]]) -> Pool:

@@ -13,8 +13,10 @@ from typing import Any
 from fastloop import stats
 from fastloop.commands.arms import Ask
 from fastloop.commands.candidates import Candidate
+from fastloop.commands.crew import counted, fed
 from fastloop.commands.gates import outcome_json
 from fastloop.commands.lab import Seen
+from fastloop.commands.lengths import gradient_s
 from fastloop.commands.look import Look, Scene, predicted, tuned
 from fastloop.commands.stack import plus
 from fastloop.comparison import Outcome
@@ -55,7 +57,10 @@ def attempt(scene: Scene, candidate: Candidate, at: str) -> Result:
     if candidate.refused is not None:
         patch = candidate.patches[0] if candidate.patches else {"rungs": {candidate.rung: {"enabled": True}}}
         return Result(row=_row(scene, candidate, Look(patch=patch), ended="inactive", why=candidate.refused))
-    look = tuned(scene, candidate, predicted(scene, candidate, at), at)
+    if candidate.tunes == "workers":
+        look = counted(scene, candidate, at)
+    else:
+        look = fed(scene, tuned(scene, candidate, predicted(scene, candidate, at), at))
     pct = None if look.saved_ms is None else scene.known.pct(look.saved_ms)
     if look.ended is None and look.saved_ms is not None and pct is not None and pct < WORTH_PCT:
         why = f"predicted to save {look.saved_ms:.1f} ms ({pct:.1f} %), below {WORTH_PCT:g} %"
@@ -71,11 +76,11 @@ def attempt(scene: Scene, candidate: Candidate, at: str) -> Result:
 def _screened(scene: Scene, candidate: Candidate, look: Look, at: str) -> Result:
     known = scene.known
     arm, runs = plus(known.stack, look.patch), dict[str, list[Seen]]({"base": [], "arm": []})
-    after_ms = known.costs.now_ms - (look.saved_ms or 0.0)
-    took = scene.length(min(after_ms, known.costs.now_ms), known.costs.now_ms, arm,
-                        look.then.workers if look.then else known.costs.workers)  # fmt: skip
+    now, then = known.costs, look.then or known.costs
+    after_ms = now.now_ms - (look.saved_ms or 0.0)
+    took = scene.length(after_ms, now.now_ms, arm, then.workers, fill_read=then.fill_read)
     for place, (seed, side) in enumerate(TURNS, 1):
-        need_s = took.seconds(known.costs.now_ms if side == "base" else after_ms, look.start_s or scene.start_s)
+        need_s = took.seconds(now.now_ms if side == "base" else after_ms, look.start_s or scene.start_s)
         seen = scene.lab.run(f"{at}/screen-{place}-{side}", arm if side == "arm" else known.stack,
                              Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                              what=f"{candidate.key}: screening {place} of {len(TURNS)}", need_s=need_s)  # fmt: skip
@@ -109,7 +114,7 @@ def _judged(scene: Scene, candidate: Candidate, look: Look, runs: Mapping[str, S
         gain = "" if effect is None else f": {100 * (effect.ratio - 1):+.1f} % in two pairs, where runs differ by" \
                                          f" {100 * effect.sd:.1f} %"  # fmt: skip
         return Result(row=_row(scene, candidate, look, ended="not_faster", why=f"not faster{gain}", runs=runs))
-    need_s = 2 * (look.start_s or scene.start_s)
+    need_s = sum(gradient_s(runs[side][0].step_ms or 0.0, look.start_s or scene.start_s) for side in runs)
     outcome = scene.lab.gates(at, scene.known.stack, plus(scene.known.stack, look.patch),
                               list(zip(runs["base"], runs["arm"], strict=True)), what=f"{candidate.key}: parity",
                               need_s=need_s)  # fmt: skip
@@ -122,7 +127,8 @@ def _judged(scene: Scene, candidate: Candidate, look: Look, runs: Mapping[str, S
     blank = Costs(now_ms=row["step_ms_after"])
     return Result(row=row, costs=(then or blank).but(
         now_ms=row["step_ms_after"], outside_ms=_mean([seen.outside_ms for seen in arms]),
-        gap_ms=_mean([seen.gap_ms for seen in arms]), workers=arms[0].workers))  # fmt: skip
+        gap_ms=_mean([seen.gap_ms for seen in arms]), workers=arms[0].workers,
+        copies_ms=arms[0].copies_ms))  # fmt: skip
 
 
 # -- saying -----------------------------------------------------------------------------------------------------------

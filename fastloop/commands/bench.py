@@ -16,9 +16,9 @@ from fastloop.commands.ascent import CONFIRM_RUNS
 from fastloop.commands.attempt import BaseFailed
 from fastloop.commands.budget import GRACE_S, Budget, Spent
 from fastloop.commands.experiment import Experiment, Settings, Unplanned
-from fastloop.commands.lab import Seen, Tuned, seen
+from fastloop.commands.lab import Needs, Seen, Tuned, seen
 from fastloop.commands.lengths import Length
-from fastloop.commands.search import search
+from fastloop.commands.search import Given, search
 from fastloop.commands.stack import Stack, overrides
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, finished, forget
@@ -77,11 +77,13 @@ class Bench:
                               self.place / "gradients" / _name(base), self.place / at / "gradient", promise,
                               limits=limits, progress=self._progress)  # fmt: skip
 
-    def tune(self, at: str, stack: Stack, key: str, length: Length, *, what: str, need_s: float) -> Tuned:
+    def tune(self, at: str, stack: Stack, key: str, length: Length, given: Given, *, what: str,
+             need_s: float) -> Tuned:  # fmt: skip
         """The fastest number of a rung."""
-        limits = self._begin(what, need_s)
+        limits = Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
         return search(self._arm(what, stack), key, self.place / at, steps=length.steps, warmup=length.warmup,
-                      limits=limits, progress=self._progress, resume=True)  # fmt: skip
+                      limits=limits, progress=self._progress, resume=True, given=given,
+                      begins=lambda label: self.budget.check(f"{what}, {label}", need_s))  # fmt: skip
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Mapping[str, Any]:
         """A fresh A/B of the start against a stack, with all gates."""
@@ -103,6 +105,14 @@ class Bench:
         if (failed := experiment.base.failed) is not None:
             raise BaseFailed(seen(failed))
         return verdict.write(experiment, name, partial=False)
+
+    def left_to_confirm(self, at: str, needs: Needs) -> float:
+        """Seconds that this confirmation still takes, see `commands/experiment.py` for what it does where."""
+        runs = [f"run-{number}" for number in range(CONFIRM_RUNS)]
+        parts = {"base/warm-up": needs.base_s, "1-top/plan": needs.start_s, "parity": needs.gradients_s,
+                 "1-top/gradients": needs.gradients_s, **{f"base/{run}": needs.base_s for run in runs},
+                 **{f"1-top/{run}": needs.arm_s for run in runs}}  # fmt: skip
+        return sum(need_s for part, need_s in parts.items() if finished(self.place / at / part) is None)
 
     def reserve(self, seconds: float) -> None:
         """Keep so much of the budget for the end."""

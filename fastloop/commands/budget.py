@@ -21,7 +21,8 @@ class Budget:
     """Seconds of wall-clock time, counted from now.
 
     Args:
-        reserve_s: kept for what must come last; at most half of the budget, so that a short one gets somewhere too.
+        reserve_s: wanted for what must come last. It is kept where it fits into the second half of the budget, and
+            into what is left; else there is nothing to keep it for, and the whole budget is there for the way.
     """
 
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +35,15 @@ class Budget:
         """May be negative: there is a grace."""
         return self.total_s - self.spent_s()
 
+    @property
+    def kept_s(self) -> float:
+        """Of what is left, for the end."""
+        return self.reserve_s if self.reserve_s <= min(self.total_s / 2, self.left_s() + GRACE_S) else 0.0
+
     def check(self, what: str, need_s: float, *, last: bool = False) -> None:
-        """Raises Spent where `what` would not end in time; the reserve is there for what comes `last` only."""
-        reserve = 0.0 if last else min(self.reserve_s, self.total_s / 2)
-        left = self.left_s() - reserve
-        if left <= 0 or need_s > left:
+        """Raises Spent where `what` would not end in time; what comes `last` has the reserve and the grace too."""
+        left = self.left_s() + GRACE_S if last else self.left_s() - self.kept_s
+        if need_s > left or (left <= 0 and not last):
             raise Spent(f"{what} (about {need_s:.0f} s)" if need_s else what)
 
     def over(self) -> bool:

@@ -57,6 +57,8 @@ class Start:
     devices: int = 1
     allow: frozenset[str] = frozenset()
     on_cuda: bool = False
+    cpus: int = 1
+    """For each rank."""
     loader_workers: int = 0
     micro_batch: int | None = None
     """Samples of a loader batch on one rank."""
@@ -158,7 +160,8 @@ def _workers(known: Known) -> Iterator[Candidate]:
 
 def _last_tuned(known: Known) -> int:
     """How high the stack was when the number of workers was searched for the last time; -1 if never."""
-    tuned = [row for row in known.rows if row["rung"] == "workers" and (row["tuned"] or row["try"] == "workers-count")]
+    tuned = [row for row in known.rows if row["try"] == "workers-count" or (
+        "rungs.workers.count" in (row["tuned"] or {}) and (row["kept"] or row["rung"] == "workers"))]
     return max((row["at"] + row["kept"] for row in tuned), default=-1)
 
 

@@ -20,6 +20,12 @@ FEW = 3
 """As many worker counts are trained with one by one: asking the loader alone first would take longer."""
 AMPLE = 0.8
 """A loader that needs less than this share of what the rest of the step takes is not the limit."""
+HEADROOM = 0.7
+"""Nor will it be beside a training that wants CPUs too: a climb takes the first count below this without training."""
+FASTER = 0.9
+"""Of the time with fewer: more workers whose loader needs more than this share of it are no faster."""
+HOPE = 1.5
+"""Workers share the work no better than evenly, by more than this share of what would be enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,26 @@ def next_value(tried: Mapping[int, float | None], bounds: Mapping[int, float], r
         if value not in tried and bounds.get(value, rest_ms) <= fastest * (1 + tolerance):
             return value
     return None
+
+
+def worth_asking(counts: Sequence[int], one_ms: float | None, enough_ms: float | None) -> tuple[int, ...]:
+    """The counts whose loader is worth a measurement: those that can be enough, and the one below them; two at least.
+
+    Args:
+        one_ms: what a single process takes for a step, about.
+    """
+    if one_ms is None or enough_ms is None:
+        return tuple(counts)
+    small = [count for count in counts if one_ms / count > HOPE * enough_ms]
+    return tuple(counts[max(0, min(len(small) - 1, len(counts) - 2)):])
+
+
+def promising(loader_ms: Mapping[int, float], rest_ms: float | None) -> tuple[int, ...]:
+    """The smallest count with headroom; where loading stays the limit, the two whose loaders are the fastest."""
+    enough = [count for count, ms in loader_ms.items() if rest_ms is not None and ms <= HEADROOM * rest_ms]
+    if enough:
+        return (min(enough),)
+    return tuple(sorted(sorted(loader_ms, key=lambda count: loader_ms[count])[:2]))
 
 
 def reason(what: str, points: Sequence[Point], base: int, best: int | None, yours: int | None,

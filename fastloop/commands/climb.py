@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from fastloop import facts as machine
 from fastloop.commands.answer import Answer, Failed
 from fastloop.commands.ascent import Ascent
 from fastloop.commands.attempt import BaseFailed
@@ -62,9 +63,11 @@ def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s:
             record = Record(place.path, config, allow, budget_s, before)
             bench = Bench(job, place.path, record.budget, limit_s=limit_s, progress=progress)
             start = Start(enabled=frozenset(config.ladder.enabled()), devices=config.run.devices,
-                          allow=frozenset(record.allow))  # fmt: skip
+                          allow=frozenset(record.allow),
+                          cpus=max(1, machine.usable_cpus() // config.run.devices))  # fmt: skip
             record.ascent = Ascent(bench, start, warmup=config.watch.warmup_steps, rows=before.get("rungs") or (),
-                                   ceilings=before.get("ceilings_samples_per_s"), save=record.save)  # fmt: skip
+                                   ceilings=before.get("ceilings_samples_per_s"),
+                                   notes=before.get("ceilings_notes"), save=record.save)  # fmt: skip
             return _climbed(record)
     finally:
         place.give_back()
@@ -99,6 +102,7 @@ class Record:
             "schema": files.SCHEMA, "run_dir": str(self.place), "name": self.config.name,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "hardware": hardware(trials),
             "naive": start, "ceilings_samples_per_s": ascent.ceilings, "ceilings_top_samples_per_s": rates,
+            "ceilings_notes": ascent.notes,
             "rungs": ascent.rows, "stack": {"rungs": dict(ascent.stack)}, "top": top,
             "stopped": self.stopped, "confirmed": _told(self.confirmed), "allow": self.allow,
             "config_sha256": fingerprint(self.config), "budget_s": self._budgets_s,
@@ -132,7 +136,7 @@ def _climbed(record: Record) -> Answer:
             record.confirmed = ascent.confirm() if ascent.costs is not None else None
             record.partial = not complete and record.confirmed is None
         except Spent as spent:
-            record.stopped = f"{record.stopped}; left: {spent.what}" if complete else record.stopped
+            record.stopped += f"; left: {spent.what}"
     except BaseFailed as base:
         raise _base_failed(record, base) from None
     except BaseException:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from fastloop.commands.arms import Ask
 from fastloop.commands.lengths import Length
 from fastloop.commands.readback import read
+from fastloop.commands.search import Given
 from fastloop.commands.stack import Stack
 from fastloop.commands.trial import Trial
 from fastloop.comparison import Outcome
@@ -44,8 +45,16 @@ class Seen:
     """Batches that workers and device feeds hold ready."""
     mfu: float | None = None
     launch_bound: bool | None = None
+    waits_ms: float | None = None
+    """The training thread's, for data: without workers it is the loading, hidden behind the device or not."""
+    copies_ms: float | None = None
+    """Copies to the device, as the parts of the step show them."""
     loader_ms: float | None = None
     """Of a ``loader`` trial: to load all batches of an optimizer step."""
+    loaders_ms: Mapping[int, float] = field(default_factory=dict)
+    """The same by number of workers, where several were asked for."""
+    fill_read: bool = False
+    """Of a ``loader`` trial: what lies ready in its queues could be read."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Rungs that the plan leaves out, and why."""
     inactive: Mapping[str, str] = field(default_factory=dict)
@@ -57,6 +66,17 @@ class Seen:
     @property
     def core_ms(self) -> float | None:
         return None if self.step_ms is None else max(0.0, self.step_ms - self.outside_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Seconds that the trainings of a confirmation take."""
+
+    start_s: float
+    base_s: float
+    arm_s: float
+    gradients_s: float
+    """Of each of the two."""
 
 
 class Tuned(Protocol):
@@ -94,11 +114,15 @@ class Lab(Protocol):
               need_s: float) -> Outcome:  # fmt: skip
         """Whether a stack is the same training as the one it was put on: ledger and gradient."""
 
-    def tune(self, at: str, stack: Stack, key: str, length: Length, *, what: str, need_s: float) -> Tuned:
-        """The fastest number of a rung, by measured step time."""
+    def tune(self, at: str, stack: Stack, key: str, length: Length, given: Given, *, what: str,
+             need_s: float) -> Tuned:  # fmt: skip
+        """The fastest number of a rung, by measured step time; `need_s` is for each training."""
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Mapping[str, Any]:
         """A fresh A/B of the start against a stack: the content of its ``comparison.json``."""
+
+    def left_to_confirm(self, at: str, needs: Needs) -> float:
+        """Seconds that this confirmation still takes: what has finished of it is found again."""
 
     def reserve(self, seconds: float) -> None:
         """Keep so much of the budget for the end."""
@@ -115,7 +139,7 @@ def seen(trial: Trial) -> Seen:
     verdicts = (read(trial.run_dir / "verdicts.json") or {}).get("verdicts") or []
     classes = {rung: row["parity_class"] for rung, row in planned.items() if row.get("parity_class") in PARITY_ORDER}
     loader = (found.get("evidence") or {}).get("loader") or {}
-    parts = found.get("parts_ms") or {}
+    parts, loaders = found.get("parts_ms") or {}, answer.get("counts") or [answer]
     return Seen(
         **known, samples_per_s=found.get("samples_per_s"), step_ms=step_ms(found),
         outside_ms=sum(parts.get(part) or 0.0 for part in OUTSIDE), gap_ms=parts.get("epoch_gap") or 0.0,
@@ -123,7 +147,10 @@ def seen(trial: Trial) -> Seen:
         world_size=found.get("world_size") or 1, device=found.get("device") or "cpu",
         device_name=found.get("device_name"), workers=answer.get("workers") or loader.get("num_workers") or 0,
         queued=loader.get("queued_batches") or 0, mfu=(found.get("mfu") or {}).get("datasheet"),
-        launch_bound=_launch_bound(found), loader_ms=answer.get("ms_per_step"), classes=classes,
+        launch_bound=_launch_bound(found), waits_ms=(found.get("host_ms") or {}).get("data_wait"),
+        copies_ms=parts.get("h2d"), loader_ms=answer.get("ms_per_step"),
+        loaders_ms={each["count"]: each["ms_per_step"] for each in answer.get("counts") or () if each["ms_per_step"]},
+        fill_read=all(bool(each.get("queue_drained")) for each in loaders), classes=classes,
         skipped={**skipped, **(answer.get("inactive") or {})},
         inactive={row["rung"]: row["why"] for row in verdicts if row.get("took") is False},
     )  # fmt: skip

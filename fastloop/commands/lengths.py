@@ -11,12 +11,19 @@ WINDOW_S = 4.0
 """What a window lasts for the faster of two stacks."""
 LONGEST_S = 40.0
 """And for the slower one at most, unless it takes that for the fewest steps."""
+SCREEN_S = 12.0
+"""For the slower one of a screen: where two are far apart, a short window tells them apart."""
 WARMUP_S = 3.0
 """After so long a device has its clocks; a compile takes longer, but only steps count."""
 LEAST_WARMUP = 3
 """Steps: shapes, autotuning and compilation show in the first two."""
 QUEUES = 10
 """Times that the queued batches must have passed, see `Measurement.window_too_short`."""
+FILLS = 2
+"""And in a screen whose queues can be looked into: a rate leaves out what lay ready in them, so what is left of their
+error is the batches that workers are in the middle of, half of what the queues hold at most."""
+GRADIENT_STEPS = 10
+"""As long as a trial of a gradient takes besides its start: it makes its step several times, in slower kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +46,25 @@ PILOT = Length(warmup=5, window=10)
 """The first training of all, whose steps may take a millisecond or three seconds."""
 
 
-def length(fast_ms: float, slow_ms: float, *, queued: int, batches_per_step: float, warmup: int) -> Length:
+def gradient_s(step_ms: float, start_s: float) -> float:
+    """What a trial of the gradient of such a step takes."""
+    return start_s + GRADIENT_STEPS * step_ms / 1e3
+
+
+def length(fast_ms: float, slow_ms: float, *, queued: int, batches_per_step: float, warmup: int,
+           screen: bool = False, fill_read: bool = False) -> Length:  # fmt: skip
     """Of trainings that are to be compared, all alike: the number of steps can decide over learning rates.
 
     Args:
         fast_ms: a step of the fastest of them, as far as known; ``slow_ms`` of the slowest.
         queued: batches that workers and device feeds hold ready, the most of them.
         warmup: optimizer steps as configured: more is not done, unless the queues need it.
+        screen: it decides what is worth a proof, and is none itself.
+        fill_read: what lies ready in the queues can be read, so it is left out of the rates.
     """
     to_fill = max(LEAST_WARMUP, math.ceil(queued / batches_per_step))
     warm = max(to_fill, min(warmup, math.ceil(1e3 * WARMUP_S / slow_ms)))
-    wanted = max(FEWEST_STEPS, math.ceil(1e3 * WINDOW_S / fast_ms), math.ceil(QUEUES * queued / batches_per_step))
-    return Length(warmup=warm, window=min(wanted, max(FEWEST_STEPS, int(1e3 * LONGEST_S / slow_ms))))
+    by_time = min(math.ceil(1e3 * WINDOW_S / fast_ms), int(1e3 * (SCREEN_S if screen else LONGEST_S) / slow_ms))
+    fills = FILLS if screen and fill_read else QUEUES
+    by_queue = min(math.ceil(fills * queued / batches_per_step), int(1e3 * LONGEST_S / slow_ms))
+    return Length(warmup=warm, window=max(FEWEST_STEPS, by_time, by_queue))

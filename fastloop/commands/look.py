@@ -10,13 +10,17 @@ from typing import Any
 
 from fastloop.commands.arms import Ask
 from fastloop.commands.candidates import Candidate, Known
+from fastloop.commands.choosing import TOLERANCE
 from fastloop.commands.lab import Lab, Seen
 from fastloop.commands.lengths import Length, length
+from fastloop.commands.search import Given
 from fastloop.commands.stack import Stack, plus
 from fastloop.predict import NEAR, WORTH_PCT, Costs, saved_ms
 from fastloop.records import PARITY_ORDER, Parity
 from fastloop.stats import Pool
 
+PREFETCH, DEEPER = 2, 4
+"""Batches to copy ahead: by default, and where that does not hide the copies."""
 COMPILE_S = 60.0
 """More than another start, as long as no compile of this training was timed."""
 
@@ -33,10 +37,11 @@ class Scene:
     """What a training takes besides its steps."""
     pool: Pool
 
-    def length(self, fast_ms: float, slow_ms: float, stack: Stack, workers: int) -> Length:
+    def length(self, fast_ms: float, slow_ms: float, stack: Stack, workers: int, *,
+               fill_read: bool = False) -> Length:  # fmt: skip
         """Of trainings whose steps take so long, of which the one with the longest queues is this stack."""
-        return length(fast_ms, slow_ms, queued=queued(stack, workers), warmup=self.warmup,
-                      batches_per_step=batches_per_step(self.known, stack))  # fmt: skip
+        return length(fast_ms, slow_ms, queued=queued(stack, workers), warmup=self.warmup, screen=True,
+                      batches_per_step=batches_per_step(self.known, stack), fill_read=fill_read)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +69,6 @@ def predicted(scene: Scene, candidate: Candidate, at: str) -> Look:
         looks.append(_look(scene, candidate, patch, f"{at}/predict-{number}"))
         if looks[-1].ended is None and not candidate.every:
             break
-    if not looks:  # all that there is to it is a number to be found
-        return Look(patch={"rungs": {candidate.rung: {}}}, then=scene.known.costs, saved_ms=0.0)
     usable = [look for look in looks if look.ended is None]
     return max(usable, key=lambda look: math.inf if look.saved_ms is None else look.saved_ms, default=looks[0])
 
@@ -97,8 +100,6 @@ def _look(scene: Scene, candidate: Candidate, patch: Mapping[str, Any], at: str)
 
 def _then(costs: Costs, candidate: Candidate, seen: Seen) -> Costs:
     """The costs with the one that was measured in the place of today's."""
-    if candidate.component == "loader":
-        return costs.but(loader_ms=seen.loader_ms, workers=seen.workers)
     resident = costs.resident_ms if candidate.family == "feed" else None
     alone = costs.alone_ms if candidate.family == "sync" else None
     return costs.but(replayed_ms=seen.core_ms, resident_ms=resident, alone_ms=alone, mfu=seen.mfu,
@@ -116,15 +117,17 @@ def tuned(scene: Scene, candidate: Candidate, look: Look, at: str) -> Look:
     """With its number by measured step time, where another one could matter."""
     if candidate.tunes is None or look.then is None or look.ended or not _worth_tuning(scene, candidate, look.then):
         return look
+    if candidate.tunes == "prefetch":
+        return _deeper(scene, candidate, look, at)
     known = scene.known
     took = scene.length(known.costs.now_ms, known.costs.now_ms, plus(known.stack, look.patch), look.then.workers)
     each_s = took.seconds(known.costs.now_ms, look.start_s or scene.start_s)
     found = scene.lab.tune(f"{at}/tune", plus(known.stack, look.patch), candidate.tunes, took,
-                           what=f"{candidate.key}: tuning", need_s=each_s)  # fmt: skip
-    number = None if found.best is None else {found.key: found.best}
+                           _given(known, candidate.tunes, look), what=f"{candidate.key}: tuning",
+                           need_s=each_s)  # fmt: skip
     if not found.patch:
-        look = dataclasses.replace(look, tuned=number)
-        return look if candidate.patches else dataclasses.replace(look, ended="small", why=found.why)
+        return look
+    number = None if found.best is None else {found.key: found.best}
     rungs = {rung: {**settings, **found.patch["rungs"].get(rung, {})} for rung, settings in look.patch["rungs"].items()}
     patch = {"rungs": rungs}
     if plus(known.stack, patch) in (known.stack, plus(known.stack, look.patch)):
@@ -132,13 +135,36 @@ def tuned(scene: Scene, candidate: Candidate, look: Look, at: str) -> Look:
     return dataclasses.replace(_look(scene, candidate, patch, f"{at}/predict-tuned"), tuned=number)
 
 
+def _given(known: Known, what: str, look: Look) -> Given:
+    """What a search need not train: the stack without the rung, and the micro-batch that the look was at."""
+    costs, start, then = known.costs, known.start, look.then
+    if what != "batch":
+        return Given(ms={0: costs.now_ms})
+    micro = start.micro_batch or 1
+    size = look.patch["rungs"]["batch"].get("micro_batch")
+    known_ms = {micro: costs.replayed_ms, size: None if then is None else then.replayed_ms}
+    ms = {value: each + costs.outside_ms for value, each in known_ms.items() if value and each is not None}
+    return Given(ms=ms, micro=micro, window=round(start.batches_per_step))
+
+
+def _deeper(scene: Scene, candidate: Candidate, look: Look, at: str) -> Look:
+    """With more batches copied ahead, where that hides more of the copies."""
+    deep = _look(scene, candidate, {"rungs": {"prefetch": {"enabled": True, "depth": DEEPER}}}, f"{at}/predict-deeper")
+    rest, deep_rest = (each.then.replayed_ms if each.then is not None else None for each in (look, deep))
+    better = deep.ended is None and None not in (rest, deep_rest) and \
+        (deep_rest or 0.0) < (rest or 0.0) * (1 - TOLERANCE["prefetch"])  # fmt: skip
+    depth = DEEPER if better else PREFETCH
+    return dataclasses.replace(deep if better else look, tuned={"rungs.prefetch.depth": depth})
+
+
 def _worth_tuning(scene: Scene, candidate: Candidate, then: Costs) -> bool:
     """Whether the step would wait for what the number can change."""
     rest, costs = then.replayed_ms, scene.known.costs
-    if candidate.tunes == "workers":
-        return rest is None or then.loader_ms is None or then.loader_ms * NEAR * NEAR * NEAR > rest
     if candidate.tunes == "prefetch":
-        return rest is not None and costs.resident_ms is not None and rest > NEAR * costs.resident_ms
+        if rest is None or costs.resident_ms is None or rest <= NEAR * costs.resident_ms:
+            return False
+        hidden = saved_ms(costs, then.but(replayed_ms=costs.resident_ms))
+        return hidden is not None and scene.known.pct(hidden) >= WORTH_PCT
     if candidate.tunes == "overlap":
         return rest is not None and costs.alone_ms is not None and rest > NEAR * costs.alone_ms
     gain = saved_ms(costs, then)
@@ -147,7 +173,7 @@ def _worth_tuning(scene: Scene, candidate: Candidate, then: Costs) -> bool:
 
 def queued(stack: Stack, workers: int) -> int:
     """Batches that this stack keeps ready: by its workers, and on the device."""
-    ahead = int(stack["prefetch"].get("depth", 2)) if "prefetch" in stack else 0
+    ahead = int(stack["prefetch"].get("depth", PREFETCH)) if "prefetch" in stack else 0
     return workers * int(stack.get("workers", {}).get("prefetch_factor", 2)) + ahead
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,20 @@ FIRST = "as-it-is"
 LEAST_STEPS = 30
 """Of a window; more where its queues ask for more (`bridge/measuring.py`: ten times what they hold)."""
 _MEMORY = re.compile(r"out of memory|can't allocate memory|\bMemoryError\b|ALLOC_FAILED", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What is known of the training without the rung, which is then not trained again."""
+
+    ms: Mapping[int, float]
+    """Of a step, by value, the training without the rung included: 0, or for a micro-batch that of the loader."""
+    micro: int = 1
+    """Samples of a loader batch."""
+    window: int = 1
+    """Loader batches of an optimizer step on one rank."""
+    queued: int = 0
+    """Batches that the loader keeps ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +66,8 @@ class Tuned:
 
 
 def search(arm: ConfigArm, what: str, place: Path, *, steps: int | None = None, warmup: int | None = None,
-           limits: Limits | None = None, progress: Progress | None = None, resume: bool = False) -> Tuned:  # fmt: skip
+           limits: Limits | None = None, progress: Progress | None = None, resume: bool = False,
+           given: Given | None = None, begins: Callable[[str], None] = lambda _: None) -> Tuned:  # fmt: skip
     """Find the best value of the one number of a rung.
 
     Args:
@@ -62,21 +77,24 @@ def search(arm: ConfigArm, what: str, place: Path, *, steps: int | None = None, 
         steps: optimizer steps of each; None: as many as its window takes, at most ``run.max_steps``.
         warmup: of them, before the window; None: as the arm has it.
         resume: take trainings that ended in `place` on an earlier day as they are; they must be of the same search.
+        given: what need not be trained; None: nothing is known.
+        begins: called with the name of each training before it begins; what it raises ends the search.
 
     Raises:
         ConfigError: the arm's configuration cannot be used.
     """
     ask = Ask(steps=steps, warmup=warmup)
-    return _Bench(arm, what, place, ask, limits=limits, progress=progress, resume=resume).search()
+    bench = _Bench(arm, what, place, ask, limits=limits, progress=progress, resume=resume, begins=begins)
+    return bench.search(given)
 
 
 class _Bench:
     """The trainings of one search, and what they gave."""
 
     def __init__(self, arm: ConfigArm, what: str, place: Path, ask: Ask, *, limits: Limits | None,
-                 progress: Progress | None, resume: bool) -> None:  # fmt: skip
+                 progress: Progress | None, resume: bool, begins: Callable[[str], None]) -> None:  # fmt: skip
         self.arm, self.what, self.place, self.config = arm, what, place, arm.config()
-        self._ask, self._limits, self._resume = ask, limits, resume
+        self._ask, self._limits, self._resume, self._begins = ask, limits, resume, begins
         self._progress: Progress = progress or (lambda _: None)
         self._yours = own_value(self.config, what)
         self._base = self._queued = 0
@@ -86,25 +104,35 @@ class _Bench:
         self.rest_ms: float | None = None
         self.failed: Trial | None = None
 
-    def search(self) -> Tuned:
-        """Train without the rung, and with the values that it is worth to try."""
+    def search(self, given: Given | None) -> Tuned:
+        """Train without the rung, unless that is known, and with the values that it is worth to try."""
         variation: Variation = "replayed" if self.what == "batch" else "as_it_is"
+        given = given or self._first(variation)
+        if given is None:
+            return self._tuned()
+        self._base, self._queued = given.micro if self.what == "batch" else 0, given.queued
+        self.points.update((value, Point(value=value, step_ms=ms)) for value, ms in given.ms.items()
+                           if value not in self.points)  # fmt: skip
+        cpus = max(1, machine.usable_cpus() // self.config.run.devices)
+        tried = grid(self.what, cpus=cpus, micro=given.micro, window=given.window, yours=self._yours)
+        values = [value for value in tried if value not in self.points]
+        if self.what != "workers" or len(values) <= FEW or not self._workers(values):
+            self._each(values, variation)
+        return self._tuned()
+
+    def _first(self, variation: Variation) -> Given | None:
+        """The training without the rung; None where it gave no step time."""
         first = self._train(FIRST, "enabled=false", variation=variation, left="the number of others is not known")
         seen = first.measurement or {}
         micro = int(seen.get("micro_batch") or 1)
         self._base = micro if self.what == "batch" else 0
-        self._queued = int(((seen.get("evidence") or {}).get("loader") or {}).get("queued_batches") or 0)
         self.points[self._base] = point(self._base, first, None)
         if not self.points[self._base].ok:
             self.failed = first
-            return self._tuned()
-        window = round((seen.get("global_batch") or micro) / (seen.get("world_size") or 1) / micro)
-        cpus = max(1, machine.usable_cpus() // self.config.run.devices)
-        tried = grid(self.what, cpus=cpus, micro=micro, window=window, yours=self._yours)
-        values = [value for value in tried if value != self._base]
-        if self.what != "workers" or len(values) <= FEW or not self._workers(values):
-            self._each(values, variation)
-        return self._tuned()
+            return None
+        return Given(ms={}, micro=micro,
+                     window=round((seen.get("global_batch") or micro) / (seen.get("world_size") or 1) / micro),
+                     queued=int(((seen.get("evidence") or {}).get("loader") or {}).get("queued_batches") or 0))
 
     def _each(self, values: Sequence[int], variation: Variation) -> None:
         """Train with one value after the other, until they only get worse or it is seen that the rung does nothing."""
@@ -116,8 +144,7 @@ class _Bench:
 
     def _workers(self, values: Sequence[int]) -> bool:
         """Ask the loader alone first, and train with the counts that can be the best; False: it cannot be asked."""
-        left = len(values) + 4
-        rest = self._train("replayed", "enabled=false", variation="replayed", left=f"at most {left} left after it")
+        rest = self._train("replayed", "enabled=false", variation="replayed", left="at most 5 left after it")
         self.rest_ms = rest_ms = point(0, rest, None).step_ms
         if rest_ms is None or not self._ask_loaders(values, rest_ms):
             return False
@@ -130,17 +157,14 @@ class _Bench:
             self._measure(value, "one or two may follow", "as_it_is")
 
     def _ask_loaders(self, values: Sequence[int], rest_ms: float) -> bool:
-        """What the loader alone takes, until that is ample or only gets worse; False: it does not tell."""
-        for number, value in enumerate(values):
-            trial = self._train(f"loader-{value}", "enabled=true", f"{KEYS[self.what]}={value}", variation="loader",
-                                left=f"at most {len(values) - number + 3} left after it")  # fmt: skip
-            answer = trial.answer or {}
-            if not trial.ok or not answer.get("ms_per_step") or self.what in (answer.get("inactive") or {}):
-                return bool(self.loader_ms)
-            self.loader_ms[value] = float(answer["ms_per_step"])
-            if self.loader_ms[value] < AMPLE * rest_ms or hopeless(list(self.loader_ms.values())):
-                return True
-        return True
+        """What the loader alone takes, until that is ample or gets no better; False: it does not tell."""
+        trial = self._train("loaders", "enabled=true", variation="loader", left="at most 4 left after it",
+                            counts=tuple(values), enough_ms=AMPLE * rest_ms)  # fmt: skip
+        answer = trial.answer or {}
+        if trial.ok and self.what not in (answer.get("inactive") or {}):
+            self.loader_ms = {each["count"]: float(each["ms_per_step"]) for each in answer.get("counts") or []
+                              if each.get("ms_per_step")}  # fmt: skip
+        return bool(self.loader_ms)
 
     def _measure(self, value: int, left: str, variation: Variation) -> Trial:
         rungs, queued = self.config.ladder, self._queued
@@ -154,13 +178,16 @@ class _Bench:
         self.failed = self.failed or (None if trial.ok else trial)
         return trial
 
-    def _train(self, label: str, *settings: str, variation: Variation, left: str, queued: int = 0) -> Trial:
+    def _train(self, label: str, *settings: str, variation: Variation, left: str, queued: int = 0,
+               **asked: Any) -> Trial:  # fmt: skip
         folder = self.place / label
         if self._resume and (known := finished(folder)) is not None:
             return known
+        self._begins(label)
         self._progress(f"{label}: begins; {left}")
         arm = replace(self.arm, job=self.arm.job.but(*(f"rungs.{self.what}.{setting}" for setting in settings)))
-        ask = replace(self._ask, steps=self._ask.steps or steps_for(self.config, queued), variation=variation)
+        ask = replace(self._ask, steps=self._ask.steps or steps_for(self.config, queued), variation=variation,
+                      **asked)  # fmt: skip
         return arm.run(label, folder, ask, limits=self._limits, progress=self._progress)
 
     def _tuned(self) -> Tuned:

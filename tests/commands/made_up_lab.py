@@ -11,8 +11,9 @@ from fastloop.commands.arms import Ask
 from fastloop.commands.ascent import Ascent
 from fastloop.commands.budget import Budget
 from fastloop.commands.candidates import Start
-from fastloop.commands.lab import Seen
+from fastloop.commands.lab import Needs, Seen
 from fastloop.commands.lengths import Length
+from fastloop.commands.search import Given
 from fastloop.commands.stack import Stack
 from fastloop.comparison import Gate, Outcome
 from fastloop.records import Parity
@@ -46,6 +47,8 @@ class Machine:
     contention: float = 1.0
     """Beside a training, loading takes so much longer than alone."""
     own_workers: int = 0
+    tells_copies: bool = True
+    """The parts of its steps show how long copies take."""
 
     def workers(self, stack: Stack) -> int:
         asked = stack.get("workers", {}).get("count", 8) if self.has("workers", stack) else self.own_workers
@@ -85,10 +88,14 @@ class MadeUpLab:
         self.budget = Budget(1e9, lambda: self.now)
         self.ran: list[str] = []
         """Folders in which something was trained in this call."""
+        self.seconds: dict[str, float] = {}
         self.asks: dict[str, tuple[Stack, Ask]] = {}
         self.late: list[str] = []
         """What ended after the budget and its reserve for the end."""
         self.confirmed: list[Stack] = []
+        self.given: dict[str, Given] = {}
+        self.confirm_done_s = 0.0
+        """Of the confirmation, on an earlier day."""
 
     def with_budget(self, seconds: float) -> MadeUpLab:
         self.budget = Budget(seconds, lambda: self.now)
@@ -103,6 +110,7 @@ class MadeUpLab:
         self.asks[at] = stack, ask
         found = self._train(at, stack, ask)
         self.now += found.seconds
+        self.seconds[at] = found.seconds
         if self.budget.left_s() < 0:
             self.late.append(at)
         if found.ok:
@@ -115,9 +123,11 @@ class MadeUpLab:
             if rung in stack:
                 return Seen(ok=False, cause=cause, seconds=START_S)
         noise = 1 + machine.noise * random.Random(at).gauss(0, 1)
+        if ask.variation == "loader" and ask.counts:
+            return self._count(noise, stack, ask)
         if ask.variation == "loader":
             ms = noise * machine.loader_ms(stack)
-            return Seen(seconds=START_S + 3, loader_ms=ms, workers=machine.workers(stack),
+            return Seen(seconds=START_S + 3, loader_ms=ms, workers=machine.workers(stack), fill_read=True,
                         skipped={rung: why for rung, why in machine.planned_off.items() if rung in stack})  # fmt: skip
         ms = noise * machine.step_ms(stack, ask.variation)
         off = {rung: why for rung, why in {**machine.idle, **machine.planned_off}.items() if rung in stack}
@@ -126,8 +136,21 @@ class MadeUpLab:
             seconds=START_S + (ask.steps or 0) * ms / 1e3, samples_per_s=1e3 * BATCH / ms, step_ms=ms,
             global_batch=BATCH, micro_batch=MICRO, device="cuda", device_name="Made Up 1", skipped=planned_off,
             inactive=off, workers=machine.workers(stack) if ask.variation == "as_it_is" else 0,
-            launch_bound=False, classes={rung: machine.classes.get(rung, "exact") for rung in stack},
+            launch_bound=False, waits_ms=noise * machine.loader_ms(stack),
+            copies_ms=0.0 if machine.has("prefetch", stack) or not machine.tells_copies else machine.copy_ms,
+            classes={rung: machine.classes.get(rung, "exact") for rung in stack},
         )  # fmt: skip
+
+    def _count(self, noise: float, stack: Stack, ask: Ask) -> Seen:
+        """A loader trial with several counts, which ends as the real one does."""
+        found: dict[int, float] = {}
+        for count in ask.counts:
+            before = min(found.values(), default=1e9)
+            found[count] = noise * self.machine.loader_ms({**stack, "workers": {"count": count}})
+            if found[count] < (ask.enough_ms or 0) or found[count] > 0.9 * before:
+                break
+        off = {rung: why for rung, why in self.machine.planned_off.items() if rung in stack}
+        return Seen(seconds=START_S + 4 * len(found), loaders_ms=found, skipped=off, fill_read=True)
 
     def gates(self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]], *, what: str,
               need_s: float) -> Outcome:  # fmt: skip
@@ -144,7 +167,9 @@ class MadeUpLab:
         return Outcome(parity_class="approximate", passed=True, why="held",
                        gates=(Gate(name="ledger", passed=True, why="equal"),))  # fmt: skip
 
-    def tune(self, at: str, stack: Stack, key: str, length: Length, *, what: str, need_s: float) -> Any:
+    def tune(self, at: str, stack: Stack, key: str, length: Length, given: Given, *, what: str,
+             need_s: float) -> Any:  # fmt: skip
+        self.given[at] = given
         if at not in self.done:
             self.budget.check(what, need_s)
             self.now += 5 * need_s
@@ -157,10 +182,15 @@ class MadeUpLab:
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Mapping[str, Any]:
         self.budget.check("confirming the top", need_s, last=True)
+        self.now += need_s
         self.confirmed.append(stack)
         return {"run_dir": at, "failures": [], "comparisons": [
             {"arm": "top", "ratio": 5.0, "ci95": [4.8, 5.2], "verdict": "faster", "why": "5.0 times", "mde_pct": 3.0,
              "runs": 3, "parity": {"class": "approximate", "passed": True, "why": "held", "gates": []}}]}  # fmt: skip
+
+    def left_to_confirm(self, at: str, needs: Needs) -> float:
+        whole = 4 * needs.base_s + 3 * needs.arm_s + needs.start_s + 2 * needs.gradients_s
+        return max(0.0, whole - self.confirm_done_s)
 
     def reserve(self, seconds: float) -> None:
         self.budget.reserve_s = seconds
@@ -177,5 +207,5 @@ class Found:
 def ascent(lab: MadeUpLab, *, rows: Sequence[Mapping[str, Any]] = (), enabled: Sequence[str] = (), devices: int = 1,
            allow: Sequence[str] = (), warmup: int = 20) -> Ascent:  # fmt: skip
     """A climb on a made-up machine."""
-    start = Start(enabled=frozenset(enabled), devices=devices, allow=frozenset(allow))
+    start = Start(enabled=frozenset(enabled), devices=devices, allow=frozenset(allow), cpus=12)
     return Ascent(lab, start, warmup=warmup, rows=rows)

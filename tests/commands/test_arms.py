@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,14 @@ def test_seeds_count_from_the_arms_own(asked: list[Any], tmp_path: Path) -> None
     assert (label, folder, job.ledger) == ("third", tmp_path, True)
     assert (config.run.seed, config.run.max_steps, config.watch.warmup_steps) == (42, 9, 3)
     assert config.ladder.enabled() == ("amp",) and arm.plans_alone
+
+
+def test_counts_reach_the_loader_trial(asked: list[Any], tmp_path: Path) -> None:
+    arm = ConfigArm(name="base", job=Job(conf="cifar10"))
+    arm.run("loaders", tmp_path, Ask(variation="loader", counts=(1, 4), enough_ms=20.0))
+    job = asked[0][1]
+    assert (job.variation, job.counts, job.enough_ms) == ("loader", (1, 4), 20.0)
+    assert Job.of(json.loads(json.dumps(dataclasses.asdict(job)))) == job, "as the child reads it"
 
 
 def test_what_is_not_asked_for_stays_as_the_arm_has_it(asked: list[Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 
 from fastloop.commands.ascent import Ascent, pool
 from fastloop.commands.attempt import BaseFailed
-from fastloop.commands.budget import Spent
+from fastloop.commands.budget import GRACE_S, Spent
 from fastloop.commands.lab import Seen
 from fastloop.commands.stack import Stack
-from tests.commands.made_up_lab import Machine, MadeUpLab, ascent
+from tests.commands.made_up_lab import START_S, Machine, MadeUpLab, ascent
 
 RUNGS = ("pin", "prefetch", "amp", "layout", "fused", "compile", "batch")
 RESNET = Machine()
@@ -185,12 +186,111 @@ def test_nothing_begins_that_the_budget_does_not_hold() -> None:
 
 
 def test_once_there_is_something_to_confirm_time_is_kept_for_it() -> None:
-    lab = MadeUpLab(Machine(noise=0.0), best={"batch": 256}).with_budget(500)
+    lab = MadeUpLab(Machine(noise=0.0), best={"batch": 256}).with_budget(640)
     climb = ascent(lab)
     with pytest.raises(Spent):
         climb.climb()
     assert climb.stack and lab.budget.left_s() > 100
     assert climb.confirm() is not None and lab.confirmed == [climb.stack]
+    assert lab.budget.left_s() >= -GRACE_S
+
+
+SLOW = Machine(decode_ms=5, device_ms=1580, copy_ms=1, host_ms=100, factors={"amp": 0.4, "compile": 0.75})
+"""To confirm anything of this one takes 7 minutes."""
+
+
+def test_a_confirmation_that_does_not_fit_is_not_begun_and_the_budget_is_for_rungs() -> None:
+    lab = MadeUpLab(SLOW).with_budget(400)
+    climb = ascent(lab)
+    with pytest.raises(Spent):
+        climb.climb()
+    assert climb.stack and lab.budget.left_s() < 60, "nothing was kept back for what cannot be had"
+    with pytest.raises(Spent, match=r"^the confirmation, about [4-8] min$"):
+        climb.confirm()
+    assert lab.confirmed == [] and not any("confirm" in at for at in lab.ran)
+
+
+def test_the_next_call_confirms_once_there_is_nothing_else_to_do() -> None:
+    done: dict[str, Seen] = {}
+    rows: list[Any] = []
+    for _ in range(6):
+        lab = MadeUpLab(SLOW, done=done).with_budget(530)
+        climb = ascent(lab, rows=rows)
+        try:
+            climb.climb()
+            found = climb.confirm()
+            break
+        except Spent:
+            rows = climb.rows
+            with pytest.raises(Spent):
+                climb.confirm()
+    else:
+        pytest.fail("it never comes to a confirmation")
+    assert found is not None and lab.confirmed == [climb.stack] and lab.budget.left_s() >= -GRACE_S
+
+
+def test_what_has_finished_of_a_confirmation_is_not_waited_for_again() -> None:
+    lab = MadeUpLab(SLOW)
+    climb = ascent(lab)
+    climb.climb()
+    lab.with_budget(120)
+    with pytest.raises(Spent):
+        climb.confirm()
+    lab.confirm_done_s = 300.0
+    lab.budget = type(lab.budget)(120, lambda: lab.now)
+    assert climb.confirm() is not None
+
+
+# -- what it saves itself ---------------------------------------------------------------------------------------------
+
+
+def test_no_trial_for_copies_that_hardly_take_time() -> None:
+    lab = MadeUpLab(SLOW)
+    climb = ascent(lab)
+    climb.climb()
+    assert not any("resident" in at for at in lab.ran)
+    assert climb.ceilings["resident"] == climb.ceilings["replayed"] and "as replayed: copies take 1 ms" \
+        in climb.notes["resident"]  # fmt: skip
+    shown = MadeUpLab(RESNET)
+    ascent(shown).climb()
+    assert "00-naive/resident" in shown.ran, "10 ms of 140 ms count"
+    untold = MadeUpLab(dataclasses.replace(SLOW, tells_copies=False))
+    untold._train = _silent(untold)  # type: ignore[method-assign]
+    ascent(untold).climb()
+    assert "00-naive/resident" in untold.ran, "what nobody could see is not nothing"
+
+
+def _silent(lab: MadeUpLab) -> Any:
+    original = lab._train
+    return lambda *asked: dataclasses.replace(original(*asked), copies_ms=None)
+
+
+@pytest.mark.parametrize(("machine", "asked"), [(RESNET, False), (Machine(own_workers=4), True)],
+                         ids=["its own thread loads", "workers load"])  # fmt: skip
+def test_what_the_training_thread_loads_needs_no_trial(machine: Machine, asked: bool) -> None:
+    lab = MadeUpLab(machine)
+    climb = ascent(lab)
+    climb.climb()
+    assert ("00-naive/loader" in lab.ran) is asked
+
+
+def test_a_rung_on_slow_steps_costs_little_more_than_its_starts() -> None:
+    """As in the climbs this was learned from: a second for a naive step, and twelve for a start."""
+    lab = MadeUpLab(Machine(decode_ms=835, device_ms=130, copy_ms=19))
+    climb = ascent(lab)
+    climb.climb()
+    workers = {at: seconds for at, seconds in lab.seconds.items() if at.startswith("01-workers/")}
+    assert set(workers) == {"01-workers/predict-1", *(f"01-workers/screen-{each}" for each in (
+        "1-base", "2-arm", "3-arm", "4-base"))}  # fmt: skip
+    assert sum(workers.values()) < 5 * START_S + 2 * 20 + 2 * 6 + 20
+
+
+def test_workers_and_computing_that_wait_for_each_other_are_raised_together() -> None:
+    climb = ascent(MadeUpLab(COMPUTED, best={"batch": 256}))
+    climb.climb()
+    taken = [row["rung"] for row in climb.rows if row["kept"] and "rungs.workers.count" in (row["tuned"] or {})]
+    assert taken[0] == "workers" and len(taken) > 1 and "workers" not in taken[1:]
+    assert all("screen" not in at for at in climb.lab.ran if "workers-count" in at)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("budget_s", [70, 150, 400])

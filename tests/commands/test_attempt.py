@@ -33,6 +33,7 @@ def test_a_rung_that_is_faster_and_the_same_training_is_kept() -> None:
     low, high = row["ci95_saved_ms"]
     assert low < row["measured_saved_ms"] < high and row["runs"] == 2
     assert found.costs.now_ms == row["step_ms_after"] and found.costs.workers == 8
+    assert row["tuned"] == {"rungs.workers.count": 8} and found.costs.copies_ms == 10 and found.costs.fill_read
 
 
 def test_two_pairs_in_opposite_order_with_shared_seeds_and_a_ledger() -> None:

@@ -14,9 +14,10 @@ from fastloop.commands.arms import Ask
 from fastloop.commands.attempt import BaseFailed
 from fastloop.commands.bench import Bench
 from fastloop.commands.budget import GRACE_S, Budget, Spent
-from fastloop.commands.lab import Seen
+from fastloop.commands.lab import Needs, Seen
 from fastloop.commands.lengths import Length
 from fastloop.commands.readback import read
+from fastloop.commands.search import Given
 from fastloop.commands.trial import Job, Trial, finished
 from fastloop.comparison import Gate
 from fastloop.errors import ConfigError
@@ -136,6 +137,39 @@ def test_two_machines_do_not_compare(world: World, clock: Clock, tmp_path: Path)
         run(another, at="01-amp/screen-1-base")
 
 
+def test_another_host_with_the_same_device_goes_on(world: World, clock: Clock, tmp_path: Path) -> None:
+    bench, _ = made(tmp_path / "here", clock)
+    first = run(bench)
+    env = tmp_path / "here" / "01-amp/predict-1" / "env.json"
+    env.write_text('{"hardware": {"cpu_model": "A", "gpus": [{"driver": "550.1"}]}}')
+    (tmp_path / "here").rename(tmp_path / "there")  # another session finds it at another place
+    another, _ = made(tmp_path / "there", clock)
+    assert run(another).samples_per_s == first.samples_per_s and len(world.asked) == 1
+    assert run(another, at="01-amp/screen-1-base").ok and len(world.asked) == 2
+
+
+# -- searching --------------------------------------------------------------------------------------------------------
+
+
+def test_each_training_of_a_search_has_to_fit(world: World, clock: Clock, tmp_path: Path) -> None:
+    original = world.run
+
+    def slow(*rest: Any, **more: Any) -> Trial:
+        clock.now += 20
+        return original(*rest, **more)
+
+    world.run = slow  # type: ignore[method-assign]
+    asked: dict[str, Any] = {"given": Given(ms={0: 150.0}), "what": "overlap: tuning", "need_s": 20.0}
+    bench, _ = made(tmp_path, clock, budget_s=50)
+    with pytest.raises(Spent, match=r"overlap: tuning, overlap-50 \(about 20 s\)"):
+        bench.tune("01-overlap/tune", {}, "overlap", Length(warmup=3, window=10), **asked)
+    assert [label for label, *_ in world.asked] == ["overlap-10", "overlap-25"], "what is known is not trained"
+    again, _ = made(tmp_path, clock, budget_s=500)
+    again.tune("01-overlap/tune", {}, "overlap", Length(warmup=3, window=10), **asked)
+    labels = [label for label, *_ in world.asked]
+    assert len(labels) == len(set(labels)) and "overlap-50" in labels, "what had finished is found again"
+
+
 # -- gates ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +277,28 @@ def test_a_confirmation_that_was_cut_short_goes_on(
     assert confirmed(again)["partial"] is False
     folders = [label for label, *_ in world.asked]
     assert len(folders) - len(set(folders)) <= 1, "only the run that was cut short is done again"
+
+
+def test_what_is_left_of_a_confirmation(world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path) -> None:
+    """Its own folders, so that it is seen when an experiment goes about it in another way."""
+    needs = Needs(start_s=1, base_s=10, arm_s=100, gradients_s=1000)
+    bench, _ = made(tmp_path, clock)
+    assert bench.left_to_confirm("confirm-1", needs) == 4 * 10 + 3 * 100 + 1 + 2 * 1000
+    confirmed(bench)
+    assert bench.left_to_confirm("confirm-1", needs) == 2 * 1000, "the gradients are made up here"
+    assert bench.left_to_confirm("confirm-2", needs) > 2 * 1000
+    for place in ("parity", "1-top/gradients"):
+        world.run(bench._arm("naive", {}), place, tmp_path / "confirm-1" / place, Ask())
+    assert bench.left_to_confirm("confirm-1", needs) == 0
+
+
+def test_a_confirmation_that_cannot_end_does_not_begin(
+    world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path
+) -> None:
+    bench, _ = made(tmp_path, clock, budget_s=100)
+    with pytest.raises(Spent):
+        bench.confirm("confirm-1", AMP, Length(warmup=3, window=30), need_s=101 + GRACE_S)
+    assert world.asked == [] and not (tmp_path / "confirm-1").exists()
 
 
 def test_a_start_that_fails_confirms_nothing(

@@ -38,9 +38,34 @@ def test_a_reserve_is_for_what_comes_last() -> None:
     assert budget.said() == "5 min left"
 
 
-def test_a_short_budget_keeps_half_for_the_way() -> None:
+@pytest.mark.parametrize(("reserve_s", "kept_s"), [(50, 50), (51, 0), (500, 0)])
+def test_what_does_not_fit_into_the_second_half_is_not_kept_for(reserve_s: float, kept_s: float) -> None:
     budget = Budget(100, Clock())
-    budget.reserve_s = 500
-    budget.check("a run", 49)
+    budget.reserve_s = reserve_s
+    assert budget.kept_s == kept_s
+    budget.check("a run", 100 - kept_s)
     with pytest.raises(Spent):
-        budget.check("a run", 51)
+        budget.check("a run", 101 - kept_s)
+
+
+def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
+    """Found out at 80 s of 100 that the end takes 51: it cannot be had, so the 20 s are for the way."""
+    clock = Clock()
+    budget = Budget(110, clock)
+    budget.reserve_s = 51
+    clock.now += 90
+    assert budget.kept_s == 0
+    budget.check("a run", 20)
+    with pytest.raises(Spent):
+        budget.check("the end", 51, last=True)
+
+
+def test_the_end_may_use_the_grace() -> None:
+    clock = Clock()
+    budget = Budget(100, clock)
+    clock.now += 90
+    budget.check("the end", 10 + GRACE_S, last=True)
+    with pytest.raises(Spent):
+        budget.check("the end", 11 + GRACE_S, last=True)
+    clock.now += 30
+    budget.check("all of it is there already", 0.0, last=True)

@@ -32,6 +32,16 @@ def key(found: Candidate | str) -> str:
     return found.key
 
 
+def test_a_number_that_came_along_with_another_rung_counts_as_chosen() -> None:
+    stack = {"workers": {"enabled": True, "count": 12}, "amp": {"enabled": True}}
+    binds = Costs(now_ms=100, replayed_ms=60, resident_ms=55, loader_ms=100, workers=12)
+    first = {**row("workers", "kept"), "tuned": {"rungs.workers.count": 4}}
+    alone = row("amp", "kept", at=1)
+    along = {**alone, "tuned": {"rungs.workers.count": 12}}
+    assert key(choice(binds, first, alone, stack=stack)) == "workers-count"
+    assert key(choice(binds, first, along, stack=stack)) != "workers-count", "it was chosen for this stack"
+
+
 # -- families ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.commands.choosing import Point, choose, grid, hopeless, next_value, reason
+from fastloop.commands.choosing import (
+    Point,
+    choose,
+    grid,
+    hopeless,
+    next_value,
+    promising,
+    reason,
+    worth_asking,
+)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +104,29 @@ def test_only_what_can_change_the_choice_is_trained_with(
     truth: dict[int, float | None], loader_ms: dict[int, float], rest_ms: float, trained: list[int]
 ) -> None:
     assert searched(truth, loader_ms, rest_ms) == trained
+
+
+@pytest.mark.parametrize(
+    ("one_ms", "enough_ms", "asked"),
+    [(None, 50.0, (1, 2, 4, 8, 16)), (800.0, None, (1, 2, 4, 8, 16)), (800.0, 100.0, (4, 8, 16)),
+     (40.0, 100.0, (1, 2, 4, 8, 16)), (1e6, 1.0, (8, 16)), (160.0, 100.0, (1, 2, 4, 8, 16))],
+)  # fmt: skip
+def test_counts_far_from_enough_are_not_asked(
+    one_ms: float | None, enough_ms: float | None, asked: tuple[int, ...]
+) -> None:
+    assert worth_asking((1, 2, 4, 8, 16), one_ms, enough_ms) == asked
+
+
+@pytest.mark.parametrize(
+    ("loader_ms", "rest_ms", "counts"),
+    [({4: 90.0, 8: 69.0, 16: 40.0}, 100.0, (8,)), ({4: 90.0, 8: 71.0, 16: 70.1}, 100.0, (8, 16)),
+     ({4: 60.0, 8: 40.0, 16: 50.0}, 30.0, (8, 16)), ({4: 60.0}, 30.0, (4,)), ({4: 9.0, 8: 5.0, 16: 6.0}, None, (8, 16)),
+     ({4: 90.0, 8: 70.0}, 100.0, (8,))],
+)  # fmt: skip
+def test_headroom_needs_no_training(
+    loader_ms: dict[int, float], rest_ms: float | None, counts: tuple[int, ...]
+) -> None:
+    assert promising(loader_ms, rest_ms) == counts
 
 
 def said(points: list[Point], best: int | None, yours: int | None = None, what: str = "workers", base: int = 0) -> str:

@@ -161,6 +161,33 @@ def test_resumed_calls_end_where_one_long_call_ends(pretend: Callable[..., Any],
     assert found["ceilings_samples_per_s"] == pytest.approx(whole["ceilings_samples_per_s"])
 
 
+def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[..., Any]) -> None:
+    class Soon(MadeUpLab):
+        def left_to_confirm(self, at: str, needs: Any) -> float:
+            return 700.0
+
+    labs = pretend(lab_class=Soon)
+    found = content(asked(out="a"))
+    assert labs[0].confirmed == [] and found["confirmed"] is None and found["partial"] is True
+    assert found["stopped"].endswith("; left: the confirmation, about 12 min; go on with --resume a")
+    assert "no rung is left" in found["stopped"]
+    cut = pretend(lab_class=Soon, runs=12)
+    found = content(asked(out="b"))
+    assert cut[0].confirmed == [] and found["stack"]["rungs"]
+    assert found["stopped"].startswith("the budget is spent; next would have been: ")
+    assert "; left: the confirmation, about 12 min; go on with --resume b" in found["stopped"]
+
+
+def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callable[..., Any]) -> None:
+    pretend(Machine(decode_ms=3, device_ms=400, copy_ms=1), runs=4)
+    found = content(asked(out="a"))
+    assert found["ceilings_notes"]["resident"].startswith("as replayed: copies take 1 ms of ")
+    pretend(Machine(decode_ms=3, device_ms=400, copy_ms=1))
+    again = content(asked(resume="a"))
+    assert again["stack"]["rungs"] and set(again["ceilings_notes"]) == {"resident"}
+    assert again["ceilings_samples_per_s"]["resident"] == again["ceilings_samples_per_s"]["replayed"]
+
+
 def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Path) -> None:
     class Stopped(MadeUpLab):
         def run(self, at: str, *rest: Any, **more: Any) -> Seen:
@@ -260,10 +287,12 @@ def test_by_force_nothing_of_an_earlier_climb_is_found_again(pretend: Callable[.
 def test_a_slow_loader_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     """With real trainings up to the confirmation, which is an A/B as any other."""
     monkeypatch.setattr(command.Bench, "confirm", MadeUpLab.confirm)
-    monkeypatch.setattr(command.Bench, "confirmed", [], raising=False)
+    for name, value in (("confirmed", []), ("now", 0.0)):
+        monkeypatch.setattr(command.Bench, name, value, raising=False)
     answer = asked("recipe.load_ms=40", conf=SLOW, out="a", budget_s=900.0)
     found = content(answer)
     assert answer.exit_code == 0 and found["stack"]["rungs"]["workers"]["enabled"] is True, answer.text
     workers = next(row for row in found["rungs"] if row["try"] == "workers")
     assert workers["kept"] and workers["parity"]["passed"] is True and workers["measured_saved_ms"] > 5
+    assert workers["tuned"] == {"rungs.workers.count": workers["patch"]["rungs"]["workers"]["count"]}
     assert workers["predicted_saved_ms"] > 5 and found["top"]["step_ms"] < found["naive"]["step_ms"]

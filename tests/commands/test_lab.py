@@ -47,6 +47,24 @@ def test_what_a_loader_says(tmp_path: Path) -> None:
     assert found.skipped == {"workers": "an iterable dataset"}
 
 
+def test_what_a_loader_says_with_several_counts(tmp_path: Path) -> None:
+    counts = [{"count": 4, "ms_per_step": 88.0, "queue_drained": True},
+              {"count": 8, "ms_per_step": 44.0, "queue_drained": True},
+              {"count": 16, "ms_per_step": None, "queue_drained": True}]  # fmt: skip
+    found = seen(trial(tmp_path, measurement=None, answer={"counts": counts, "inactive": {}}))
+    assert found.loaders_ms == {4: 88, 8: 44} and found.fill_read and found.loader_ms is None and found.skipped == {}
+    counts[1]["queue_drained"] = False
+    assert not seen(trial(tmp_path, measurement=None, answer={"counts": counts})).fill_read
+
+
+def test_what_the_training_thread_waits_and_copies(tmp_path: Path) -> None:
+    told = {**MEASURED, "host_ms": {"data_wait": 7.0}, "parts_ms": {"h2d": 0.5}}
+    found = seen(trial(tmp_path, measurement=told))
+    assert (found.waits_ms, found.copies_ms) == (7, 0.5)
+    unknown = seen(trial(tmp_path, measurement={**MEASURED, "parts_ms": {"h2d": None}}))
+    assert unknown.waits_ms is None and unknown.copies_ms is None, "not nothing"
+
+
 def test_a_failed_training_says_why_and_nothing_else(tmp_path: Path) -> None:
     found = seen(trial(tmp_path, ok=False, cause="killed by SIGKILL"))
     assert found == Seen(ok=False, cause="killed by SIGKILL", seconds=20.0, trial=found.trial)

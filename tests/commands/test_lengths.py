@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.commands.lengths import FEWEST_STEPS, LEAST_WARMUP, LONGEST_S, QUEUES, WINDOW_S, Length, length
+from fastloop.commands.lengths import (
+    FEWEST_STEPS,
+    FILLS,
+    LEAST_WARMUP,
+    LONGEST_S,
+    QUEUES,
+    SCREEN_S,
+    WINDOW_S,
+    Length,
+    gradient_s,
+    length,
+)
 
 PLAIN = {"queued": 0, "batches_per_step": 1.0, "warmup": 20}
 
 
-@pytest.mark.parametrize(("step_ms", "warmup", "window"), [(750, 4, 15), (40, 20, 100), (1600, 3, 15), (5, 20, 800)])
+@pytest.mark.parametrize(("step_ms", "warmup", "window"), [(750, 4, 10), (40, 20, 100), (1600, 3, 10), (5, 20, 800)])
 def test_a_window_is_long_enough_and_no_longer(step_ms: float, warmup: int, window: int) -> None:
     assert length(step_ms, step_ms, **PLAIN) == Length(warmup=warmup, window=window)
 
@@ -26,6 +37,24 @@ def test_a_slow_arm_does_not_pay_for_a_fast_one() -> None:
     assert length(10, 10, **PLAIN).window * 10 / 1e3 >= WINDOW_S
 
 
+def test_a_screen_of_two_that_are_far_apart_is_short() -> None:
+    """Naive steps of a second beside some of 160 ms, 16 batches in the queues, four batches a step."""
+    far = {"queued": 16, "batches_per_step": 4.0, "warmup": 20}
+    assert length(160, 1000, **far).window == QUEUES * 16 / 4
+    assert length(160, 1000, screen=True, fill_read=True, **far).window == SCREEN_S
+    assert length(160, 1000, screen=True, fill_read=False, **far).window == QUEUES * 16 / 4, "queues nobody can read"
+    near = {"queued": 0, "batches_per_step": 1.0, "warmup": 20}
+    assert length(95, 100, screen=True, **near) == length(95, 100, **near), "nothing is saved where it is close"
+
+
+@pytest.mark.parametrize("queued", [16, 24, 32])
+def test_queues_turn_over_in_a_screen_too(queued: int) -> None:
+    found = length(100, 1000, queued=queued, batches_per_step=1.0, warmup=5, screen=True, fill_read=True)
+    assert found.window == min(FILLS * queued, LONGEST_S) and found.warmup >= queued
+    proof = length(100, 1000, queued=queued, batches_per_step=1.0, warmup=5, screen=False, fill_read=True)
+    assert proof.window == LONGEST_S, "a confirmation keeps its rule"
+
+
 def test_less_warm_up_than_compiling_takes_is_not_done() -> None:
     assert length(100, 100, queued=0, batches_per_step=1, warmup=0).warmup == LEAST_WARMUP
 
@@ -33,3 +62,4 @@ def test_less_warm_up_than_compiling_takes_is_not_done() -> None:
 def test_seconds_count_the_start() -> None:
     assert Length(warmup=4, window=15).steps == 20
     assert Length(warmup=4, window=15).seconds(500, 12) == 22
+    assert 12 + 6 * 0.5 <= gradient_s(500, 12) <= 12 + 12 * 0.5

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from fastloop.commands.candidates import Candidate, Known, Start
+from fastloop.commands.lab import Seen
 from fastloop.commands.look import Look, Scene, predicted, queued, tuned
 from fastloop.commands.stack import Stack, patch
 from fastloop.predict import Costs
 from fastloop.stats import Pool
 from tests.commands.made_up_lab import BATCH, MICRO, Machine, MadeUpLab
 
-START = Start(on_cuda=True, micro_batch=MICRO, rank_batch=BATCH)
+START = Start(on_cuda=True, cpus=12, micro_batch=MICRO, rank_batch=BATCH)
 WORKERS = Candidate(rung="workers", key="workers", patches=(patch("workers"),), component="loader", tunes="workers")
 AMP = Candidate(rung="amp", key="amp", patches=(patch("amp"),))
 
@@ -28,16 +29,16 @@ def scene(lab: MadeUpLab, stack: Stack | None = None, **changes: Any) -> Scene:
     return Scene(lab=lab, known=known, warmup=20, start_s=12.0, pool=Pool())
 
 
-@pytest.mark.parametrize("candidate", [WORKERS, AMP], ids=lambda candidate: candidate.rung)
-def test_one_trial_of_the_cost_that_changes(candidate: Candidate) -> None:
+@pytest.mark.parametrize("rung", ["amp", "pin"])
+def test_one_trial_of_the_cost_that_changes(rung: str) -> None:
     lab = MadeUpLab(Machine(noise=0.0))
     here = scene(lab)
-    look = predicted(here, candidate, "01-x")
-    stack: Stack = {candidate.rung: {"enabled": True}}
+    look = predicted(here, Candidate(rung=rung, key=rung, patches=(patch(rung),)), "01-x")
+    stack: Stack = {rung: {"enabled": True}}
     truth = lab.machine.step_ms({}, "as_it_is") - lab.machine.step_ms(stack, "as_it_is")
     assert look.ended is None and look.saved_ms == pytest.approx(truth, abs=1e-6)
-    assert [ask.variation for _, ask in lab.asks.values()] == [candidate.component]
-    assert look.parity_class == ("exact" if candidate is WORKERS else "approximate" if candidate is AMP else None)
+    assert [ask.variation for _, ask in lab.asks.values()] == ["replayed"]
+    assert look.parity_class == ("approximate" if rung == "amp" else "exact")
 
 
 def test_the_better_of_two_ways_wins() -> None:
@@ -82,41 +83,75 @@ def test_a_gap_between_epochs_is_known_already() -> None:
 # -- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def test_workers_are_counted_where_loading_binds() -> None:
-    lab = MadeUpLab(Machine(noise=0.0, device_ms=50.0), best={"workers": 12})
-    here = scene(lab)
-    look = tuned(here, WORKERS, predicted(here, WORKERS, "01-workers"), "01-workers")
-    assert look.tuned == {"rungs.workers.count": 12}
-    assert look.patch == {"rungs": {"workers": {"enabled": True, "count": 12}}}
-    assert look.then is not None and look.then.loader_ms == pytest.approx(700 / 12)
-    assert lab.ran == ["01-workers/predict-1", "01-workers/tune", "01-workers/predict-tuned"]
+DEEP = Candidate(rung="prefetch", key="prefetch", patches=(patch("prefetch"),), tunes="prefetch")
 
 
-def test_workers_are_not_counted_where_they_keep_up_anyway() -> None:
-    lab = MadeUpLab(Machine(noise=0.0, device_ms=500.0), best={"workers": 12})
-    here = scene(lab)
-    look = tuned(here, WORKERS, predicted(here, WORKERS, "01-workers"), "01-workers")
-    assert look.tuned is None and lab.ran == ["01-workers/predict-1"]
+class _Copies(MadeUpLab):
+    """Copies of which two batches ahead hide half, and four hide all but a little."""
+
+    def _train(self, at: str, stack: Stack, ask: Any) -> Seen:
+        depth = stack.get("prefetch", {}).get("depth", 2)
+        self.machine.idle = {"prefetch": "made up"}
+        self.machine.copy_ms = {2: 10.0, 4: 1.0}[int(depth)] if "prefetch" in stack else 20.0
+        self.machine.idle = {} if "prefetch" not in stack else self.machine.idle
+        return super()._train(at, stack, ask)
 
 
-def test_counting_anew_needs_a_better_number() -> None:
-    lab = MadeUpLab(Machine(noise=0.0, device_ms=50.0))
-    again = Candidate(rung="workers", key="workers-count", patches=(), component="loader", tunes="workers")
-    here = scene(lab, {"workers": {"enabled": True}})
-    look = tuned(here, again, predicted(here, again, "03-x"), "03-x")
-    assert look.ended == "small" and look.why == "made up"
-    lab.best = {"workers": 12}
-    lab.done.clear()
-    look = tuned(here, again, predicted(here, again, "04-x"), "04-x")
-    truth = lab.machine.step_ms(here.known.stack, "as_it_is") - lab.machine.step_ms(
-        {"workers": {"count": 12}}, "as_it_is")  # fmt: skip
-    assert look.saved_ms == pytest.approx(truth, abs=1e-6)
+def feeding(lab: MadeUpLab, **changes: Any) -> tuple[Scene, Look]:
+    here = scene(lab, {"workers": {"enabled": True, "count": 12}}, **changes)
+    return here, predicted(here, DEEP, "01-x")
+
+
+def test_more_is_copied_ahead_where_copies_still_show() -> None:
+    lab = _Copies(Machine(noise=0.0, copy_ms=20.0))
+    here, look = feeding(lab)
+    deep = tuned(here, DEEP, look, "01-x")
+    assert deep.patch == patch("prefetch", depth=4) and deep.tuned == {"rungs.prefetch.depth": 4}
+    assert (look.saved_ms, deep.saved_ms) == (pytest.approx(10), pytest.approx(19))
+    assert lab.ran == ["01-x/predict-1", "01-x/predict-deeper"], "no training for it"
+
+
+def test_nothing_is_searched_where_the_default_hides_all_copies() -> None:
+    lab = MadeUpLab(Machine(noise=0.0, copy_ms=20.0))
+    here, look = feeding(lab)
+    assert tuned(here, DEEP, look, "01-x") is look and lab.ran == ["01-x/predict-1"]
+
+
+def test_nothing_is_searched_where_hiding_copies_would_gain_nothing() -> None:
+    """What two batches ahead leave is 8 % of a step without loading; but loading is what the step takes."""
+    lab = _Copies(Machine(noise=0.0, copy_ms=20.0))
+    here, look = feeding(lab, now_ms=700.0, loader_ms=700.0)
+    assert look.then is not None and look.then.replayed_ms == pytest.approx(140)
+    assert tuned(here, DEEP, look, "01-x") is look and lab.ran == ["01-x/predict-1"]
+
+
+def test_four_ahead_are_not_taken_where_two_do_as_well() -> None:
+    class Same(_Copies):
+        def _train(self, at: str, stack: Stack, ask: Any) -> Seen:
+            ahead = {key: {"enabled": True} if key == "prefetch" else value for key, value in stack.items()}
+            return super()._train(at, ahead, ask)
+
+    lab = Same(Machine(noise=0.0, copy_ms=20.0))
+    here, look = feeding(lab)
+    kept = tuned(here, DEEP, look, "01-x")
+    assert kept.patch == look.patch and kept.tuned == {"rungs.prefetch.depth": 2}
+
+
+def test_a_search_trains_nothing_that_is_known() -> None:
+    lab = MadeUpLab(Machine(noise=0.0, factors={"batch": 0.7}), best={"batch": 128})
+    here = scene(lab, {"workers": {"enabled": True, "count": 12}})
+    sizes = Candidate(rung="batch", key="batch", patches=(patch("batch", micro_batch=256),), every=False,
+                      tunes="batch")  # fmt: skip
+    tuned(here, sizes, predicted(here, sizes, "01-x"), "01-x")
+    given = lab.given["01-x/tune"]
+    assert (given.micro, given.window) == (MICRO, BATCH // MICRO)
+    assert given.ms == {MICRO: pytest.approx(140), BATCH: pytest.approx(0.7 * 130 + 10)}
 
 
 def test_what_is_ruled_out_is_not_tuned() -> None:
-    lab = MadeUpLab(Machine(), best={"workers": 12})
-    out = Look(patch=patch("workers"), ended="crashed", then=Costs(now_ms=1))
-    assert tuned(scene(lab), WORKERS, out, "01-x") is out and lab.ran == []
+    lab = MadeUpLab(Machine())
+    out = Look(patch=patch("prefetch"), ended="crashed", then=Costs(now_ms=1))
+    assert tuned(scene(lab), DEEP, out, "01-x") is out and lab.ran == []
 
 
 def test_queues_count_workers_and_the_device() -> None:

@@ -13,7 +13,7 @@ import pytest
 from fastloop.commands import arms
 from fastloop.commands import search as searching
 from fastloop.commands.arms import ConfigArm
-from fastloop.commands.search import Tuned, inactive, own_value, point, search, steps_for
+from fastloop.commands.search import Given, Tuned, inactive, own_value, point, search, steps_for
 from fastloop.commands.trial import TRIAL, Job, Trial
 from fastloop.config import Config
 
@@ -41,20 +41,34 @@ class World:
         self.asked.append(name)
         self.steps[name] = config.run.max_steps
         run_dir.mkdir(parents=True)
-        found = self.step_ms(config, job.variation)
+        counts = self.ask_loader(job) if job.counts else None
+        found = self.step_ms(config, job.variation) if counts is None else counts
         if isinstance(found, str):
             return Trial(name=name, ok=False, cause=found, seconds=1, run_dir=run_dir, code=1, tail=found)
         rungs = [{"rung": rung, "status": "skipped", "reason": self.skipped[rung]}
                  for rung in config.ladder.enabled() if rung in self.skipped]  # fmt: skip
         known: dict[str, Any] = {"name": name, "ok": True, "cause": None, "seconds": 1, "run_dir": run_dir, "code": 0}
         if job.variation == "loader":
-            return Trial(**known, answer={"ms_per_step": found, **self.loader})
+            return Trial(**known, answer={"counts": found, "inactive": self.loader})
         (run_dir / "plan.json").write_text(json.dumps({"rungs": rungs}))
         (run_dir / TRIAL).write_text(json.dumps({**known, "run_dir": str(run_dir)}))
         seen = {"samples_per_s": found and 1e3 * self.global_batch / found, "global_batch": self.global_batch,
                 "micro_batch": self.micro_batch, "world_size": self.world_size, "window_too_short": False}  # fmt: skip
         (run_dir / "measurement.json").write_text(json.dumps(seen))
         return Trial(**known, measurement=seen)
+
+
+    def ask_loader(self, job: Job) -> Any:
+        """The answer for each count, which ends as the real one does; text: why it fails."""
+        found: list[Any] = []
+        for count in job.counts:
+            ms = self.step_ms(job.but("rungs.workers.enabled=true", f"rungs.workers.count={count}").config(), "loader")
+            if isinstance(ms, str):
+                return ms
+            found.append({"count": count, "ms_per_step": ms})
+            if ms < (job.enough_ms or 0):
+                break
+        return found
 
 
 @pytest.fixture
@@ -108,7 +122,7 @@ def test_of_many_counts_the_loader_is_asked_first(tuned: Callable[..., Tuned]) -
 
     world = World(step_ms)
     found = tuned(world, "workers", cpus=16)
-    assert world.asked == ["as-it-is", "replayed", "loader-1", "loader-2", "loader-4", "workers-4", "workers-8"]
+    assert world.asked == ["as-it-is", "replayed", "loaders", "workers-4", "workers-8"]
     assert found.best == 4 and curve(found) == {0: 110, 4: 31, 8: 31}
     assert found.loader_ms == {1: 80, 2: 40, 4: 20} and found.rest_ms == pytest.approx(30)
 
@@ -119,7 +133,7 @@ def test_where_that_does_not_work_all_are_trained_with(breaks: str, tuned: Calla
     world = World(lambda config, variation: "no luck" if variation == breaks else times(config, variation))
     found = tuned(world, "workers", cpus=8)
     assert found.best == 4 and world.asked[-4:] == ["workers-1", "workers-2", "workers-4", "workers-8"]
-    assert found.failed is None and f"{breaks}{'-1' if breaks == 'loader' else ''}" in world.asked
+    assert found.failed is None and f"{breaks}{'s' if breaks == 'loader' else ''}" in world.asked
 
 
 def test_a_rung_that_does_not_apply_is_not_tried_again(tuned: Callable[..., Tuned]) -> None:
@@ -220,6 +234,37 @@ def test_what_was_trained_on_another_day_is_not_trained_again(tuned: Callable[..
     world = World(workers({0: 1, 1: 1, 2: 1}))
     again = tuned(world, "workers", resume=True)
     assert world.asked == [] and again.best == 2 and curve(again) == {0: 40, 1: 30, 2: 20}
+
+
+# -- what is known already --------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_is_not_trained(tuned: Callable[..., Tuned]) -> None:
+    world = World(batch({4: 1, 8: 30, 16: 20, 32: 1}), global_batch=32)
+    given = Given(ms={4: 40.0, 32: 25.0}, micro=4, window=8)
+    found = tuned(world, "batch", "trainer.accumulate_grad_batches=8", given=given)
+    assert world.asked == ["batch-8", "batch-16"] and curve(found) == {4: 40, 8: 30, 16: 20, 32: 25}
+    assert found.best == 16 and found.as_it_is == 4
+
+
+def test_a_known_start_may_stay_the_best(tuned: Callable[..., Tuned]) -> None:
+    world = World(lambda config, variation: 30.0)
+    found = tuned(world, "overlap", given=Given(ms={0: 20.0}))
+    assert found.best is None and world.asked == ["overlap-10", "overlap-25"], "two that are worse end it"
+    assert "as-it-is" not in world.asked
+
+
+def test_who_asked_may_end_it_before_any_training(tuned: Callable[..., Tuned]) -> None:
+    world, begun = World(workers({0: 40, 1: 30, 2: 20})), list[str]()
+
+    def begins(label: str) -> None:
+        begun.append(label)
+        if len(begun) == 2:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        tuned(world, "workers", begins=begins)
+    assert begun == ["as-it-is", "workers-1"] and world.asked == ["as-it-is"]
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------
