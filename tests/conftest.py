@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -25,12 +26,15 @@ def police() -> Iterator[None]:
     """Fail a test that leaves something behind."""
     before_threads = set(threading.enumerate())
     before_variables = dict(os.environ)
+    before_passes = list(gc.callbacks)
     before_children = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     variables = {name for name in set(os.environ) ^ set(before_variables) if not name.startswith(_ALLOWED_VARIABLES)}
     for name in variables:
         os.environ.pop(name, None)
     assert not variables, f"leaked environment variables: {sorted(variables)}"
+    heard, gc.callbacks[:] = list(gc.callbacks), before_passes
+    assert heard == before_passes, "something still hears the garbage collector"
     assert not (left := _wait(lambda: _threads(before_threads))), f"leaked threads: {left}"
     assert not (left := _wait(lambda: _children(before_children))), f"leaked processes: {left}"
 

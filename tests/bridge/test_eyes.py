@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,9 +93,10 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 @pytest.fixture
-def eyes() -> Eyes:
-    made = trainer()
-    return Eyes(made, settings(), warn=pytest.fail)
+def eyes() -> Iterator[Eyes]:
+    made = Eyes(trainer(), settings(), warn=pytest.fail)
+    yield made
+    made.stop()
 
 
 def test_figures_are_of_the_steps_since_the_last_ones(eyes: Eyes, time: Time) -> None:

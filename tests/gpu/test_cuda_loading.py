@@ -26,3 +26,13 @@ def test_a_known_loader(rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
     batch_ms = 40 if "workers" in rungs else 80
     assert found["inactive"] == {} and found["queue_drained"]
     assert 0.8 * batch_ms < found["ms_per_batch"] < 1.5 * batch_ms
+
+
+def test_several_numbers_of_workers_beside_a_device_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recipe_modules.FOLDER, "")
+    monkeypatch.setattr(loading, "LEAST_S", 1.2)
+    known = ("recipe.load_ms=80", "run.accelerator=gpu", "rungs.prefetch.enabled=true", "rungs.pin.enabled=true")
+    found = measure(Job(conf=str(SLOW), overrides=known).config(), None, (1, 2, 4), 50.0)
+    assert [each["count"] for each in found["counts"]] == [1, 2] and found["inactive"] == {}
+    assert all(each["queue_drained"] for each in found["counts"])
+    assert found["counts"][0]["ms_per_step"] > 0.8 * 80 and found["counts"][1]["ms_per_step"] < 50
