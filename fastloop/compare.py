@@ -40,7 +40,7 @@ def compare(
     verdict = _verdict(ci95, band_pct)
     figures = _figures(ratio, ci95, alpha, _count(bases, arms))
     if against := _against(bases, arms, judged, nothing_took(base, arm), parity):
-        verdict, why = "inconclusive", _sentence([*against, figures])
+        verdict, why = "inconclusive", _sentence([*against, "" if nothing_took(base, arm) else figures])
     else:
         why = _sentence([figures + _meaning(verdict, band_pct, mde), *_notes(base, arm, parity)])
     return Comparison(
@@ -121,7 +121,7 @@ def _against(
         found.append(f"insufficient: {_count(bases, arms)}, a verdict takes {LEAST_RUNS}")
     elif judged is None:
         found.append("the order of the runs cannot be told from the arms")
-    return [*found, *([idle] if idle else [])]
+    return [*([idle] if idle else []), *found]
 
 
 def _notes(base: Sample, arm: Sample, parity: Outcome) -> list[str]:

@@ -6,6 +6,7 @@ one run that does not count goes first, so that all arms find the same caches.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
@@ -99,14 +100,28 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
     place = _place(name, out, force, resume)
+    try:
+        return _compared(asked, sides, place, name, new=resume is None, progress=progress)
+    except Unplanned as error:
+        _sweep(error.trial.run_dir.parent)
+        if resume is None:
+            (place.path / MANIFEST).unlink(missing_ok=True)
+        raise failed(error.trial) from None
+    finally:
+        place.give_back()
+
+
+def _compared(asked: Request, sides: list[Side], place: Place, name: str, *, new: bool,
+              progress: Progress) -> Answer:  # fmt: skip
+    base = sides[0].arm.config()
     with hold(place.path), writing(place.path):
-        _same_experiment(place.path, asked, [side.name for side in sides], new=resume is None)
+        _same_experiment(place.path, asked, [side.name for side in sides], new=new)
         for side in sides:
             side.folder = place.path / side.folder
-            if resume is None:
+            if new:
                 _sweep(side.folder)
-        settings = Settings(runs=asked.runs, steps=asked.steps, warmup=arms[0].config().watch.warmup_steps,
-                            band_pct=asked.band_pct, seed=arms[0].config().run.seed,
+        settings = Settings(runs=asked.runs, steps=asked.steps, warmup=base.watch.warmup_steps,
+                            band_pct=asked.band_pct, seed=base.run.seed,
                             limits=Limits(total_s=asked.limit_s))  # fmt: skip
         return carried_out(Experiment(sides, place.path, settings, progress), name)
 
@@ -115,10 +130,10 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
     """Run it to its end, or to a signal; either way what came of it is written."""
     try:
         experiment.run()
-    except Unplanned as error:
-        raise failed(error.trial) from None
     except (KeyboardInterrupt, SystemExit):
         verdict.write(experiment, name, partial=True)
+        experiment.say(f"fastloop: what there is stands in {experiment.place}, flagged as partial; go on with"
+                       f" --resume {experiment.place}")  # fmt: skip
         raise
     content = verdict.write(experiment, name, partial=False)
     gates.sweep(experiment.place)
@@ -170,7 +185,7 @@ def _patch(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     files_: list[str] = []
     rest = text
     while rest:
-        first, _, after = rest.partition(",")
+        first, _, after = (part.strip() for part in rest.partition(","))
         kind, patch = as_patch(rest if "=" in first else first)
         if kind == "override":
             return tuple(files_), (patch,)
@@ -212,6 +227,10 @@ def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
         if not keys and not aa:
             raise ConfigError(got=f"--vs {arm.name}", why="it changes nothing, so both arms are the same training",
                               do="switch something, such as --vs amp; or write --aa to test the judge")  # fmt: skip
+        twin = next((other.name for other in arms[1:number] if not changes(other.config(), arm.config())), None)
+        if twin is not None and not aa:
+            raise ConfigError(got=f"--vs {arm.name}", why=f"it is the same training as --vs {twin}",
+                              do="leave one of them out; or write --aa to test the judge")  # fmt: skip
         rungs = tuple(dict.fromkeys(key.split(".")[1] for key in keys if key.startswith("rungs.")))
         others = tuple(key for key in keys if not key.startswith("rungs."))
         folder = Path(f"{number}-{safe_name(arm.name)[:60]}")
@@ -244,6 +263,8 @@ def _sweep(folder: Path) -> None:
     for earlier in folder.iterdir() if folder.is_dir() else ():
         if (earlier / TRIAL).is_file():
             forget(earlier)
+    with contextlib.suppress(OSError):  # something else is in it, or it is not there
+        folder.rmdir()
 
 
 def _same_experiment(where: Path, asked: Request, names: Sequence[str], *, new: bool) -> None:
@@ -258,5 +279,8 @@ def _same_experiment(where: Path, asked: Request, names: Sequence[str], *, new: 
     before = read(where / MANIFEST) or {}
     for key, value in content.items():
         if before.get(key) != value:
-            raise ConfigError(got=f"--resume {where}", why=f"its {key} was {before.get(key)!r} and now is {value!r}",
+            why = f"its {key} was {before.get(key)!r} and now is {value!r}"
+            if key == "options":
+                why = "its --vs, --config, --args or key=value were others"
+            raise ConfigError(got=f"--resume {where}", why=why,
                               do="repeat the command as it was, or start another experiment")  # fmt: skip

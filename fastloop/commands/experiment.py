@@ -100,7 +100,7 @@ class Experiment:
     """
 
     def __init__(self, sides: Sequence[Side], place: Path, settings: Settings, say: Progress) -> None:
-        self.sides, self.place, self.settings, self._say = list(sides), place, settings, say
+        self.sides, self.place, self.settings, self.say = list(sides), place, settings, say
         self.base = self.sides[0]
         self.pilots: dict[str, Trial] = {}
         self.order: list[tuple[str, int]] = []
@@ -156,7 +156,7 @@ class Experiment:
         pilot_steps = self.settings.warmup + PILOT_STEPS if auto else self.settings.steps
         wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
         for side in wanted:
-            trial = self._trial(side, "warm-up", side.folder / "warm-up", Ask(steps=pilot_steps,
+            trial = self._trial(side, f"{side.name}, warm-up", side.folder / "warm-up", Ask(steps=pilot_steps,
                                                                              warmup=self.settings.warmup))  # fmt: skip
             self.pilots[side.name] = trial
             if not trial.ok:
@@ -185,7 +185,7 @@ class Experiment:
             side.runs[number], side.places[number] = trial, place
         else:
             side.failed = trial
-            self._say(f"{side.name}: run {number + 1} failed: {trial.cause}")
+            self.say(f"{side.name}: run {number + 1} failed: {trial.cause}")
 
     def _left(self, number: int, most: int) -> str:
         if not self._spent:
@@ -200,9 +200,9 @@ class Experiment:
         known = finished(folder)
         if known is not None:
             return known
-        self._say(label)
+        self.say(label)
         return side.arm.run(label.partition(", about")[0], folder, ask, limits=self.settings.limits,
-                            progress=self._say)  # fmt: skip
+                            progress=self.say)  # fmt: skip
 
     # -- judging ------------------------------------------------------------------------------------------------------
 
@@ -216,10 +216,11 @@ class Experiment:
         """Once an arm has run, so that its plan is known; a training that claims no parity is not asked."""
         if side.gradient is not None or side.out or not side.runs or self.parity_class(side) == "changes-training":
             return
-        self._say(f"{side.name}: comparing gradients")
+        if finished(side.folder / "gradients") is None:
+            self.say(f"{side.name}: comparing gradients")
         side.gradient = gates.gradient(self.base.arm, side.arm, self.place / "parity", side.folder / "gradients",
                                        self.parity_class(side), limits=self.settings.limits,
-                                       progress=self._say)  # fmt: skip
+                                       progress=self.say)  # fmt: skip
 
     def outcome(self, side: Side) -> Outcome:
         """Whether this arm is the same training as the base, from what there is."""

@@ -34,14 +34,17 @@ def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
             "driver": environment.get("driver")}  # fmt: skip
 
 
-def keep(rung: str, outcome: Outcome, hardware: Mapping[str, Any], sample: Sample) -> None:
-    """Write down what came of a rung in an experiment of its own."""
+def keep(rung: str, outcome: Outcome, hardware: Mapping[str, Any], sample: Sample, *, name: str = "",
+         run_dir: Path | None = None) -> None:  # fmt: skip
+    """Write down what came of a rung in an experiment of its own; what the same directory said before is replaced."""
     if not outcome.gates:
         return
     entry = {**parity.passport(rung, outcome, hardware), "runs": len(sample.samples_per_s),
+             "name": name, "run_dir": None if run_dir is None else str(run_dir.absolute()),
              "date": datetime.now(timezone.utc).date().isoformat()}  # fmt: skip
     with contextlib.suppress(OSError):
-        content = {"schema": files.SCHEMA, "rung": rung, "passports": [entry, *of(rung)][:MOST]}
+        others = [each for each in of(rung) if run_dir is None or each.get("run_dir") != entry["run_dir"]]
+        content = {"schema": files.SCHEMA, "rung": rung, "passports": [entry, *others][:MOST]}
         files.write(folder(), {f"{rung}.json": files.dump(content)})
 
 
@@ -60,7 +63,8 @@ def lines(rung: str) -> list[str]:
     for one in found[:SHOWN]:
         hardware = one.get("environment") or {}
         passed = {True: "passed", False: "FAILED", None: "undecided"}[one.get("passed")]
-        told.append(f"  {one.get('date')}  {one.get('class')}, {passed}   {hardware.get('device_name')},"
-                    f" torch {hardware.get('torch')}, {one.get('runs')} runs")  # fmt: skip
+        told.append("  ".join(["", str(one.get("date")), str(one.get("name") or ""), f"{one.get('class')}, {passed}",
+                               f"{hardware.get('device_name')}, torch {hardware.get('torch')}",
+                               f"{one.get('runs')} runs"]))  # fmt: skip
         told += [f"    {gate.get('name')}: {gate.get('why')}" for gate in one.get("gates") or []]
     return told

@@ -24,9 +24,12 @@ def write(experiment: Experiment, name: str, *, partial: bool) -> dict[str, Any]
     content = told(experiment, name, partial=partial)
     files.write(experiment.place, {COMPARISON: files.dump(content), "report.md": versus.markdown(content),
                                    "report.html": versus.html(content)})  # fmt: skip
-    for side in experiment.sides[1:]:
-        if len(side.changed_rungs) == 1 and not side.changed_keys and side.sample().active_rungs:
-            passports.keep(side.changed_rungs[0], experiment.outcome(side), content["hardware"], side.sample())
+    on_already = experiment.base.arm.config().ladder.enabled()
+    for side in experiment.sides[1:] if not partial else ():
+        alone = len(side.changed_rungs) == 1 and not side.changed_keys and side.changed_rungs[0] not in on_already
+        if alone and side.changed_rungs[0] in side.sample().active_rungs:
+            passports.keep(side.changed_rungs[0], experiment.outcome(side), content["hardware"], side.sample(),
+                           name=name, run_dir=experiment.place)  # fmt: skip
     return content
 
 

@@ -40,13 +40,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (asked("rungs.amp.enabled=false"), "changes nothing"),
     (asked("watch.warmup_steps=3"), "changes nothing"),
     (asked("rungs.amp.mode=tf32"), "changes nothing"),  # a setting of a rung that is off
+    (asked("amp", "rungs.amp.enabled=true"), "it is the same training as --vs amp"),
     (asked("run.seed=1"), "run.seed is the same for all arms"),
     (asked("amp,run.max_steps=9"), "run.max_steps is the same for all arms"),
     (asked("amp,lyout"), "no recipe, ladder, climb or rung has this name"),
     (asked("amp", base=None), "there is no base"),
     (asked("amp", script="nowhere.py", base=None), "there is no such file"),
     (asked("amp", script="train.py"), "there are two bases"),
-], ids=["no arm", "nothing", "only watching", "idle setting", "seed", "steps", "no such rung", "no base", "no script",
+], ids=["no arm", "nothing", "only watching", "idle setting", "twins",
+        "seed", "steps", "no such rung", "no base", "no script",
         "two bases"])  # fmt: skip
 def test_what_is_refused(request_: Request, why: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
@@ -175,3 +177,12 @@ def test_a_base_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
     assert failed.value.exit_code == 1 and "boom" in str(failed.value)
     assert json.loads((tmp_path / "here" / "comparison.json").read_text())["failures"][0]["arm"] == "base"
+
+
+def test_a_refused_plan_leaves_its_directory_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), fails_at=-2))
+    with pytest.raises(Failed):
+        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    assert not (tmp_path / "here").exists()
+    made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    assert ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None).json

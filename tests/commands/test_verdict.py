@@ -38,6 +38,10 @@ def test_one_rung_alone_gets_its_passport(tmp_path: Path) -> None:
     assert passport["class"] == "approximate" and passport["passed"] is True and passport["runs"] == 3
     assert {gate["name"] for gate in passport["gates"]} == {"ledger", "gradient", "loss"}
     assert content["hardware"]["device_name"] == "a GPU" and content["hardware"]["torch"] == "2.11.0"
+    verdict.write(done(tmp_path, amp()), "cifar10", partial=False)
+    assert len(passports.of("amp")) == 1, "a resumed experiment says it again"
+    verdict.write(done(tmp_path / "half", amp()), "cifar10", partial=True)
+    assert len(passports.of("amp")) == 1, "what was stopped says nothing"
     pair = MadeArm(name="pair", overrides=("rungs.pin.enabled=true,rungs.prefetch.enabled=true",),
                    verdicts={"pin": True, "prefetch": True})  # fmt: skip
     verdict.write(done(tmp_path / "pair", pair), "cifar10", partial=False)

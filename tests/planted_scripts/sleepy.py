@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 STEP_S, UNPACK_S = 0.040, 0.004
-WARM = 5
+WARM = 20
 
 
 class Packed(dict[str, torch.Tensor]):
@@ -61,8 +61,8 @@ def main() -> None:
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     trainer.fit(net, DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pack))
-    steps = len(net.ends) - WARM
-    print(f"{1e3 * (net.ends[-1] - net.ends[WARM - 1]) / steps:.3f} ms a step")
+    if (steps := len(net.ends) - WARM) > 0:
+        print(f"{1e3 * (net.ends[-1] - net.ends[WARM - 1]) / steps:.3f} ms a step")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""Changes whose worth is known beforehand, judged by the program as people run it.
+
+The scripts know nothing of who runs them and print what their own stopwatch says. Where that is right it is what the
+judge is held to, and where a full queue fools it, it shows what the judge must not fall for. All times are sleeps, so
+a busy machine changes little. That a climb does find something on the recipe of the last test, where its loader is
+slow, is tested in `commands/test_climb.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.compare import compare
+from fastloop.comparison import Outcome, Sample
+from tests.commands.command_line import Said, run
+
+HERE = Path(__file__).parent
+SCRIPTS, SLOW = HERE / "planted_scripts", HERE / "commands" / "slow_recipe" / "slow.yaml"
+BASE_WORKERS = ("rungs.workers.enabled=true", "rungs.workers.count=2")
+BATCH = 4
+"""Samples of a batch, in all of them."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+
+def fastloop(place: Path, *arguments: str | Path) -> Said:
+    return run(*arguments, "--out", "x", "--json", "-", cwd=place, limit_s=200,
+               env={"XDG_CACHE_HOME": str(place / "cache")})  # fmt: skip
+
+
+def folders(place: Path, arm: str) -> list[Path]:
+    """Of the runs of an arm, by number."""
+    return sorted((place / "x").glob(f"{arm}*/run-*"))
+
+
+def stopwatch_ms(place: Path, arm: str) -> list[float]:
+    """A step, as each run of the script has timed it itself: all steps after the same number of them."""
+    return [float((folder / "stdout.txt").read_text().split()[0]) for folder in folders(place, arm)]
+
+
+def uncorrected(place: Path, arm: str) -> list[float]:
+    """Samples per second of each run, were all that was used in its window made in it."""
+    seen = [json.loads((folder / "measurement.json").read_text()) for folder in folders(place, arm)]
+    return [1e3 * BATCH * each["steps"] / each["wall_ms"] for each in seen]
+
+
+def verdict(rates: Mapping[str, list[float]], arms: list[dict[str, Any]]) -> str:
+    """What the judge says of other rates of the same runs."""
+    base, arm = (Sample(name=name, samples_per_s=tuple(rates[name]), places=tuple(row["places"]),
+                        active_rungs=("workers",), changed_rungs=() if name == "base" else ("workers",))
+                 for name, row in zip(("base", "arm"), arms, strict=True))  # fmt: skip
+    return compare(base, arm, Outcome(parity_class="exact", passed=True, why="it is")).verdict
+
+
+def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path) -> None:
+    """The parent process spends a tenth of a step more on each batch that comes from a worker."""
+    said = fastloop(tmp_path, "ab", "--script", SCRIPTS / "sleepy.py", "rungs.workers.count=1", "--vs", "workers",
+                    "--runs", "3", "--steps", "60")  # fmt: skip
+    found, one = said.json, said.json["comparisons"][0]
+    assert (said.code, one["verdict"], one["parity"]["passed"]) == (0, "slower", True), said.err
+    assert [(arm["name"], arm["active_rungs"]) for arm in found["arms"]] == [("base", []), ("workers", ["workers"])]
+    base, arm = (statistics.geometric_mean(stopwatch_ms(tmp_path, each)) for each in ("base", "1-"))
+    assert 0.82 < base / arm < 0.93, "the plant is there: 40 ms against 44, and the hand-over itself"
+    low, high = one["ci95"]
+    assert low - 0.01 < base / arm < high + 0.01 and 0.7 < low < high < 1, "one in twenty such intervals just misses"
+    assert one["ratio"] == pytest.approx(base / arm, abs=0.02)
+    assert not found["partial"] and not found["failures"] and "SLOWER" in said.err
+
+
+def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> None:
+    """While the first step takes its time, workers fill their queue; then the loader is the limit, in both arms.
+
+    One in twenty 95 % intervals is wrong, so it has two tries.
+    """
+    for _ in range(2):
+        said = fastloop(tmp_path, "ab", "--script", SCRIPTS / "stalls.py", *BASE_WORKERS, "--vs",
+                        "rungs.workers.prefetch_factor=16", "--runs", "3", "--steps", "110", "--force")  # fmt: skip
+        found, one = said.json, said.json["comparisons"][0]
+        if one["verdict"] in ("no_difference", "inconclusive"):
+            break
+    assert one["verdict"] in ("no_difference", "inconclusive") and said.code in (0, 4), said.err
+    assert one["ratio"] == pytest.approx(1, abs=0.05) and one["ci95"][0] < 1 < one["ci95"][1]
+    assert one["parity"]["passed"] is True and one["parity"]["class"] == "exact"
+    assert [arm["active_rungs"] for arm in found["arms"]] == [["workers"], ["workers"]]
+    queues = [json.loads((folders(tmp_path, arm)[0] / "measurement.json").read_text())["evidence"]["loader"]
+              ["queued_batches"] for arm in ("base", "1-")]  # fmt: skip
+    assert queues == [4, 32] and any("too short for its queues" in flag for flag in found["flags"])
+
+    fooled = {name: [1 / ms for ms in stopwatch_ms(tmp_path, folder)] for name, folder in (("base", "base"),
+                                                                                         ("arm", "1-"))}  # fmt: skip
+    assert verdict(fooled, found["arms"]) == "faster", "the control: a stopwatch after as many steps"
+    plain = {name: uncorrected(tmp_path, folder) for name, folder in (("base", "base"), ("arm", "1-"))}
+    assert verdict(plain, found["arms"]) == "faster", "the control: the judge's own window without the queue's share"
+
+
+def test_there_is_nothing_to_gain_in_a_tuned_training(tmp_path: Path) -> None:
+    """A worker hides the loader, and what is left of the step no rung can make shorter."""
+    on = [f"rungs.{rung}.enabled=true" for rung in ("workers", "amp", "fused")]
+    said = fastloop(tmp_path, "climb", SLOW, "recipe.step_ms=100", "recipe.load_ms=40", "rungs.workers.count=1", *on,
+                    "--budget", "5m")  # fmt: skip
+    found = said.json
+    assert said.code == 0 and found["stopped"].startswith("nothing to gain: "), said.err
+    assert "NOTHING TO GAIN" in said.err and not found["partial"] and found["confirmed"] is None
+    assert found["stack"] == {"rungs": {}} and found["top"] == found["naive"]
+    assert 100 < found["naive"]["step_ms"] < 140, "the loader is hidden, or it would be slower yet"
+    tried = {row["rung"]: row for row in found["rungs"]}
+    assert {"layout", "compile"} <= set(tried), "it looked"
+    assert not {"workers", "amp", "fused"} & set(tried), "the user's word stands"
+    assert not any(row["kept"] for row in found["rungs"]) and all(row["why"] for row in found["rungs"])
+    assert "rungs: {}" in (tmp_path / "x" / "ladder.yaml").read_text()
