@@ -80,7 +80,7 @@ class TrainLoaders:
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
             settings["batch_sampler"] = self._window(loader, window)
         elif (settings.get("num_workers") or "feed.depth" in plan.wants) and \
-                (stand_in := bounded(getattr(loader, "batch_sampler", None))) is not None:  # fmt: skip
+                (stand_in := bounded(loader)) is not None:  # fmt: skip
             settings["batch_sampler"] = stand_in
         changed = clone(loader, settings) if settings else loader
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))

@@ -30,7 +30,10 @@ class Bounded:
         return islice(iter(self.inner), len(self.inner))
 
 
-def bounded(batch_sampler: Any) -> Any:
-    """A stand-in where one is needed, else None."""
+def bounded(loader: Any) -> Any:
+    """A stand-in for its batch sampler where one is needed, else None. A loader that can say where it stands asks its
+    sampler's iterators for that, and so keeps its own."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
     own = getattr(getattr(batch_sampler, "sampler", None), "generator", None) is not None
-    return Bounded(batch_sampler) if own and hasattr(batch_sampler, "__len__") else None
+    return Bounded(batch_sampler) if own and hasattr(batch_sampler, "__len__") and not hasattr(loader, "state_dict") \
+        else None  # fmt: skip

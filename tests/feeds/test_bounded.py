@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop.feeds.bounded import Bounded, bounded
 
@@ -34,8 +35,11 @@ def test_a_short_last_batch_is_still_there() -> None:
     assert epochs(Bounded(sampler(samples=35)), 3, 9) == epochs(sampler(samples=35), 3, 5)
 
 
-def test_only_where_there_is_a_generator() -> None:
-    assert isinstance(bounded(sampler()), Bounded)
-    assert bounded(BatchSampler(SequentialSampler(range(4)), 2, False)) is None and bounded(None) is None
-    assert bounded(DataLoader(range(4), shuffle=True).batch_sampler) is None  # type: ignore[arg-type]
-    assert bounded(sampler()).sampler.num_samples == 32, "Lightning looks at the sampler behind it"
+def test_only_where_there_is_a_generator_and_no_state() -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = bounded(DataLoader(range(32), batch_size=8, shuffle=True, generator=generator))  # type: ignore[arg-type]
+    assert isinstance(found, Bounded) and found.sampler.num_samples == 32, "Lightning looks at the sampler behind it"
+    stateful = StatefulDataLoader(range(32), batch_size=8, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    assert bounded(stateful) is None and bounded(None) is None
+    assert bounded(DataLoader(range(4), shuffle=True)) is None  # type: ignore[arg-type]
+    assert bounded(DataLoader(range(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, False))) is None  # type: ignore[arg-type]
