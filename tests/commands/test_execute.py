@@ -72,7 +72,7 @@ def test_an_unmodified_script_is_measured_and_stays_the_same_training(place: Pat
     installed = set(Path(sysconfig.get_paths()["purelib"]).iterdir())
     command = (sys.executable, TRAIN, "--does", "waits", "--tell", "watched.json")
     with program("exec", "--config", "safe", "--", *command, cwd=place, env=own(place)) as process:
-        wait_for((place / "waiting").exists, 60)
+        wait_for((place / "waiting").exists, 100)
         assert len(list((place / "tmp").glob("fastloop-exec-*"))) == 1
         (place / "go").touch()
         subprocess.run([sys.executable, TRAIN, "--tell", "plain.json"], cwd=place, check=True, timeout=80,
