@@ -71,7 +71,8 @@ def seconds(text: str, option: str) -> float:
 
 
 def hear_signals() -> list[int]:
-    """Let SIGTERM end the program as Ctrl-C does, its directories given back; gives the signals as they come.
+    """Let SIGTERM end the program as Ctrl-C does, and so a terminal that is closed: its directories are given back.
+    Gives the signals as they come.
 
     A training hears SIGTERM in its own way, see ``bridge/ending.py``. What is ignored, as after nohup, stays so.
     """
@@ -81,7 +82,9 @@ def hear_signals() -> list[int]:
         heard.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    hangs_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL),
+                            (hangs_up, signal.SIG_DFL)):  # fmt: skip
         if signal.getsignal(number) == default:
             signal.signal(number, stop)
     return heard

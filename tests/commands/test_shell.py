@@ -55,18 +55,18 @@ def test_signals_end_the_program_and_are_remembered() -> None:
         "import os, signal\n"
         "from fastloop.commands.shell import hear_signals\n"
         "heard = hear_signals()\n"
-        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
         "    try:\n"
         "        os.kill(os.getpid(), number); signal.pause()\n"
         "    except (KeyboardInterrupt, SystemExit) as error:\n"
         "        print(type(error).__name__, heard[-1] == number)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines() == ["KeyboardInterrupt True", "SystemExit True"]
+    assert done.stdout.splitlines() == ["KeyboardInterrupt True", "SystemExit True", "SystemExit True"]
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before, hang_up = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupt = signal.getsignal(signal.SIGINT)
@@ -74,6 +74,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGHUP, hang_up)
         signal.signal(signal.SIGINT, interrupt)
 
 
