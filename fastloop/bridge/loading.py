@@ -229,17 +229,8 @@ def ready(trainer: Any) -> int | None:
     """
     if not live.queued_batches(trainer):
         return 0
-    counts = [_ready(each) for each in live.iterators(trainer) if queue.live_workers(each) is not None]
+    counts = [queue.batches_ready(each) for each in live.iterators(trainer) if queue.live_workers(each) is not None]
     return sum(count or 0 for count in counts) if counts and None not in counts else None
-
-
-def _ready(iterator: Any) -> int | None:
-    """Source: torch/utils/data/dataloader.py, as in `evidence/queue.py`; early arrivals carry their data."""
-    try:
-        early = sum(len(info) == 2 for info in iterator._task_info.values())
-        return early + int(iterator._data_queue.qsize())
-    except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
-        return None if queue.live_workers(iterator) else 0
 
 
 def _settle(trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -24,7 +25,24 @@ def batches_owed(iterator: Any) -> int | None:
     """
     if live_workers(iterator) == 0:
         return 0
+    return _read(lambda: max(0, int(iterator._tasks_outstanding) - int(iterator._data_queue.qsize())))
+
+
+def batches_ready(iterator: Any) -> int | None:
+    """Batches that its workers have made and nobody has taken yet, 0 where it has no workers; None where it cannot be
+    told.
+
+    Source: as above; of `_task_info`, early arrivals are those that carry their data.
+    """
+    early = _read(lambda: sum(len(info) == 2 for info in iterator._task_info.values()))
+    queued = _read(lambda: int(iterator._data_queue.qsize()))
+    if early is None or queued is None:
+        return None if live_workers(iterator) else 0
+    return early + queued
+
+
+def _read(count: Callable[[], int]) -> int | None:
     try:
-        return max(0, int(iterator._tasks_outstanding) - int(iterator._data_queue.qsize()))
+        return count()
     except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
         return None

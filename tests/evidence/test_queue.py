@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fastloop.evidence.queue import batches_owed, live_workers
+from fastloop.evidence.queue import batches_owed, batches_ready, live_workers
 
 DATA = TensorDataset(torch.arange(40))
 
@@ -105,3 +105,15 @@ def test_what_cannot_be_told_is_none() -> None:
     worker = SimpleNamespace(is_alive=lambda: True)
     no_size = SimpleNamespace(_workers=[worker], _tasks_outstanding=2, _task_info={}, _data_queue=SimpleNamespace())
     assert live_workers(no_size) == 1 and batches_owed(no_size) is None
+
+
+def test_what_is_ready_is_what_is_not_owed_of_a_queue_that_was_asked_for() -> None:
+    iterator = iter(DataLoader(DATA, batch_size=4, num_workers=2, prefetch_factor=2))
+    assert wait_for(0, iterator) == 0 and batches_ready(iterator) == 4
+    next(iterator)
+    assert wait_for(0, iterator) == 0 and batches_ready(iterator) == 4  # another is made in its place
+    del iterator
+    gc.collect()
+    assert batches_ready(iter(DataLoader(DATA, batch_size=4))) == 0
+    worker = SimpleNamespace(is_alive=lambda: True)
+    assert batches_ready(SimpleNamespace(_workers=[worker], _task_info={}, _data_queue=SimpleNamespace())) is None
