@@ -22,7 +22,7 @@ from fastloop.commands.carry import name_of
 from fastloop.commands.disk import writing
 from fastloop.commands.experiment import Experiment, Settings, Side, Unplanned
 from fastloop.commands.headspace import failed
-from fastloop.commands.outdir import Place, claim, hold
+from fastloop.commands.outdir import Place, claim_or_resume, hold
 from fastloop.commands.readback import read
 from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.script import ScriptArm, command_of
@@ -99,7 +99,7 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         check_recipe_keys(arms[0].config())
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
-    place = _place(name, out, force, resume)
+    place = claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=MANIFEST)
     try:
         return _compared(asked, sides, place, name, new=resume is None, progress=progress)
     except Unplanned as error:
@@ -244,18 +244,6 @@ def changes(a: Config, b: Config) -> list[str]:
     idle = off[0] & off[1]
     return [key for key, _, _ in diff(a, b) if key.split(".")[0] not in ("watch", "strict")
             and not (key.startswith("rungs.") and key.split(".")[1] in idle)]
-
-
-def _place(name: str, out: str | None, force: bool, resume: str | None) -> Place:
-    if resume is None:
-        return claim(f"ab-{name}", out, force=force)
-    if out is not None and out != resume:
-        raise ConfigError(got=f"--out {out} with --resume {resume}", why="a resumed experiment stays where it is",
-                          do="leave --out away")  # fmt: skip
-    if not (Path(resume) / MANIFEST).is_file():
-        raise ConfigError(got=f"--resume {resume}", why=f"it holds no {MANIFEST}, so no experiment began there",
-                          do="write the directory of an experiment, or leave --resume away")  # fmt: skip
-    return Place(Path(resume))
 
 
 def _sweep(folder: Path) -> None:

@@ -23,7 +23,7 @@ from fastloop.commands.budget import Budget, Spent
 from fastloop.commands.candidates import Start
 from fastloop.commands.disk import writing
 from fastloop.commands.headspace import failed
-from fastloop.commands.outdir import Place, claim, hold
+from fastloop.commands.outdir import claim_or_resume, hold
 from fastloop.commands.readback import read
 from fastloop.commands.trial import TRIAL, Job, forget
 from fastloop.commands.verdict import hardware
@@ -56,7 +56,7 @@ def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s:
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = job.config()
     _check(config, budget_s, allow)
-    place = _place(config.name, out, force, resume)
+    place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
     try:
         with writing(place.path), hold(place.path):
             before = _earlier(place.path, config, resume)
@@ -201,18 +201,6 @@ def _check(config: Config, budget_s: float, allow: Sequence[str]) -> None:
     if unknown := [each for each in allow if each not in ALLOW]:
         raise ConfigError(got=f"--allow {unknown[0]}", why="there is nothing of that name to allow",
                           do=f"write {' or '.join(ALLOW)}")  # fmt: skip
-
-
-def _place(name: str, out: str | None, force: bool, resume: str | None) -> Place:
-    if resume is None:
-        return claim(f"climb-{name}", out, force=force)
-    if out is not None and out != resume:
-        raise ConfigError(got=f"--out {out} with --resume {resume}", why="a resumed climb stays where it is",
-                          do="leave --out away")  # fmt: skip
-    if read(Path(resume) / NAME) is None:
-        raise ConfigError(got=f"--resume {resume}", why=f"it holds no {NAME}, so no climb began there",
-                          do="write the directory of a climb, or leave --resume away")  # fmt: skip
-    return Place(Path(resume))
 
 
 def _earlier(place: Path, config: Config, resume: str | None) -> Mapping[str, Any]:

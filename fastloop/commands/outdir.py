@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from fastloop.commands.readback import read
 from fastloop.errors import ConfigError
 from fastloop.shipped import safe_name
 
@@ -53,6 +54,27 @@ def claim(name: str, out: str | None, *, force: bool = False) -> Place:
         place.give_back()
         raise _unwritable(path, error) from None
     return place
+
+
+def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | None, holds: str) -> Place:
+    """The directory of something that can go on in a later call: a new one, or that of an earlier call.
+
+    Args:
+        holds: the file that everything of this kind writes first.
+
+    Raises:
+        ConfigError: as `claim`; nothing of this kind began in `resume`, or `out` is elsewhere.
+    """
+    if resume is None:
+        return claim(name, out, force=force)
+    if out is not None and Path(out) != Path(resume):
+        raise ConfigError(got=f"--out {out} with --resume {resume}", why="what is resumed stays where it is",
+                          do="leave --out away")  # fmt: skip
+    if read(Path(resume) / holds) is None:
+        why = f"it holds no {holds} that can be read, so nothing of this kind began there"
+        raise ConfigError(got=f"--resume {resume}", why=why,
+                          do="write the directory that the earlier call printed, or leave --resume away")  # fmt: skip
+    return Place(Path(resume))
 
 
 def unclaimed(name: str, out: str | None) -> Path:

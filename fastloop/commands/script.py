@@ -21,7 +21,7 @@ from fastloop.commands.arms import Ask, Progress
 from fastloop.commands.carry import Event, carried, check, for_callback, happened, name_of, notes, step_of, unmeasured
 from fastloop.commands.readback import read
 from fastloop.commands.supervise import Ended, Limits
-from fastloop.commands.trial import ANSWER, TRIAL, Trial, clear, environment
+from fastloop.commands.trial import ANSWER, TRIAL, Trial, clear, environment, refuse
 from fastloop.config import DEFAULT, NOT_FOR_CALLBACKS, Config, load
 from fastloop.errors import ConfigError
 from fastloop.report import files
@@ -97,7 +97,8 @@ class ScriptArm:
             ConfigError: nothing was started.
             KeyboardInterrupt, SystemExit: it was stopped; the script has then ended.
         """
-        _refuse(os.environ)
+        refuse(os.environ, why="each run of a script starts its own ranks",
+               do="run this command once, and write torchrun into --script")  # fmt: skip
         if ask.variation not in VARIATIONS:
             raise ConfigError(got=f"{ask.variation} of a script", why="its Trainer cannot show that",
                               do=f"ask for one of {', '.join(VARIATIONS)}")  # fmt: skip
@@ -150,14 +151,6 @@ class ScriptArm:
         return Trial(name=label, ok=cause is None, cause=cause and hide(cause), seconds=ended.seconds, run_dir=folder,
                      code=ended.code, last_step=step, tail=hide(ended.tail) if cause else "", measurement=measurement,
                      answer=answer)  # fmt: skip
-
-
-def _refuse(environ: Mapping[str, str]) -> None:
-    if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
-        raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
-    if environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(got=f"WORLD_SIZE={environ['WORLD_SIZE']}", why="each run of a script starts its own ranks",
-                          do="run this command once, and write torchrun into --script")  # fmt: skip
 
 
 def _cause(name: str, measurement: Mapping[str, Any] | None, warmup: int, ended: Ended,

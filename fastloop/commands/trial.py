@@ -130,7 +130,8 @@ def run_trial(name: str, job: Job, run_dir: Path, *, limits: Limits | None = Non
         ConfigError: the configuration cannot be used, or FASTLOOP_DISABLE or a launcher's variables are set.
         KeyboardInterrupt, SystemExit: it was stopped; the training has then ended, with a partial report.
     """
-    _refuse(os.environ)
+    refuse(os.environ, why="each trial starts its own ranks",
+           do="run this command once, without torchrun or srun; run.devices sets the ranks")  # fmt: skip
     hide = Scrubber(job.config().values).text
     run_dir.mkdir(parents=True, exist_ok=True)
     clear(run_dir)
@@ -191,12 +192,16 @@ def _in_its_words(cause: str, tail: str) -> str:
     return f"{said[0]}: {said[1].removeprefix('  why ')}"
 
 
-def _refuse(environ: Mapping[str, str]) -> None:
+def refuse(environ: Mapping[str, str], *, why: str, do: str) -> None:
+    """Raise ConfigError where nothing would be measured, or where this process is one rank of several.
+
+    Args:
+        why: this command is no rank's; ``do``: what to write instead.
+    """
     if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
         raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
     if environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(got=f"WORLD_SIZE={environ['WORLD_SIZE']}", why="each trial starts its own ranks",
-                          do="run this command once, without torchrun or srun; run.devices sets the ranks")  # fmt: skip
+        raise ConfigError(got=f"WORLD_SIZE={environ['WORLD_SIZE']}", why=why, do=do)
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ def test_two_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 
 def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> None:
-    assert "no experiment began there" in refused(asked("amp"), resume=str(tmp_path)).why
+    assert "nothing of this kind began there" in refused(asked("amp"), resume=str(tmp_path)).why
     content = {"schema": 1, "base": "gpt2", "script": None, "arms": ["base", "amp"], "steps": None, "aa": False}
     files.write(tmp_path, {ab.MANIFEST: json.dumps(content)})
     assert "its base was 'gpt2' and now is 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why

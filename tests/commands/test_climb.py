@@ -238,7 +238,7 @@ def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable
     [
         ({"budget_s": 0.0}, "nothing can be done in that time"),
         ({"allow": ("everything",)}, "nothing of that name to allow"),
-        ({"resume": "nowhere"}, "no climb began there"),
+        ({"resume": "nowhere"}, "nothing of this kind began there"),
         ({"resume": "a", "out": "b"}, "stays where it is"),
         ({"conf": Path("plain.yaml")}, "there is nothing to train"),
     ],
