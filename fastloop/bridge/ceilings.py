@@ -30,6 +30,7 @@ from fastloop.config import Config
 from fastloop.errors import FastLoopError
 from fastloop.feeds.device import DeviceFeed
 from fastloop.feeds.loader import LazyLoader
+from fastloop.feeds.standin import StandIn
 from fastloop.feeds.tree import map_tensors, samples, tensors
 
 Ceiling = Literal["replayed", "resident", "no_exchange"]
@@ -87,7 +88,7 @@ def replay(trainer: Any, *, on_device: bool = False, change: Callable[[list[Any]
     trainer.strategy.process_dataloader = _Substitution(trainer, on_device, change, count)
 
 
-class Replay:
+class Replay(StandIn):
     """Stands in for a loader: as many batches an epoch as it has, but always the same few.
 
     Args:
@@ -102,14 +103,6 @@ class Replay:
     def __init__(self, inner: Any, batches: list[Any], *, given: Any, begin: Callable[[], None] = lambda: None,
                  each: Callable[[int], Any] = bool) -> None:  # fmt: skip
         self.inner, self.batches, self.given, self._begin, self._each = inner, batches, given, begin, each
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()

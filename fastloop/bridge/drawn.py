@@ -27,6 +27,7 @@ from torch.utils.data import (
 from fastloop.bridge.tally import Epoch, Tally
 from fastloop.feeds.bounded import Bounded
 from fastloop.feeds.loader import LazyLoader, clone
+from fastloop.feeds.standin import PassesOn, StandIn
 from fastloop.feeds.tree import samples, tensors
 from fastloop.feeds.windows import WindowSampler
 
@@ -162,20 +163,12 @@ def _length(of: Any) -> int | None:
 # -- ids --------------------------------------------------------------------------------------------------------------
 
 
-class _Sampler:
+class _Sampler(StandIn):
     """Stands in for a (batch) sampler and notes what it draws."""
 
     def __init__(self, inner: Any, drawn: Drawn, *, batched: bool) -> None:
         self.inner, self.drawn, self.batched = inner, drawn, batched
         self._windows = isinstance(inner, WindowSampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.begin(_length(self.inner))
@@ -195,16 +188,11 @@ class _Sampler:
             self.drawn.end()
 
 
-class _Iterator:
+class _Iterator(PassesOn):
     """Passes on what it is asked, and notes what comes out and that no more comes."""
 
     def __init__(self, inner: Iterator[Any], note: Callable[[Any], None], end: Callable[[], None]) -> None:
         self.inner, self._note, self._end = inner, note, end
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -223,10 +211,10 @@ class _StatefulIterator(_Iterator):
     """One that can say where it stands: torchdata asks the class, not the object."""
 
     def state_dict(self) -> Any:
-        return self.inner.state_dict()  # type: ignore[attr-defined]
+        return self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict(state)  # type: ignore[attr-defined]
+        self.inner.load_state_dict(state)
 
 
 def _listed(drawn: Any) -> Any:

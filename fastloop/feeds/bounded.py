@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from fastloop.feeds.standin import StandIn
 
-class Bounded:
+
+class Bounded(StandIn):
     """Stands in for a batch sampler whose sampler shuffles by a generator of its own.
 
     Such a sampler draws from its generator once more when it is asked beyond its end, and then shuffles the next epoch
@@ -17,14 +19,6 @@ class Bounded:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.inner), len(self.inner))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from fastloop.feeds.standin import StandIn
+
 _GUARDED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 """Attributes DataLoader refuses to set after its __init__."""
 
@@ -31,7 +33,7 @@ def clone(loader: DataLoader[Any], settings: Mapping[str, Any]) -> DataLoader[An
     return twin
 
 
-class LazyLoader:
+class LazyLoader(StandIn):
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
     Late, because Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on resume, so that
@@ -50,19 +52,11 @@ class LazyLoader:
         self._drawn: torch.Tensor | None = None
         self.live: weakref.ref[Any] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not set yet: a copy or an unpickled stand-in
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self.inner, name, value)
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn = self._draw_seed()
