@@ -13,8 +13,10 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ UNMARKED_SECRETS = ("SLURM_JWT",)
 """Credentials among them whose names do not say so: left out, because masking goes by name."""
 
 GIT_LIMIT_S = 2.0
+LONGEST_NAME, SOCKET_PATH = len("/pymp-12345678/listener-12345678"), 107
+"""Bytes of what multiprocessing puts below the directory for temporary files, and of a socket's whole path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,18 @@ def shm_free_bytes(root: Path = ROOT) -> int | None:
         return shutil.disk_usage(root / "dev/shm").free
     except OSError:
         return None
+
+
+def no_sockets_in() -> str | None:
+    """The directory for temporary files, where its path is too long for a socket below it; ``None`` where it is not.
+
+    Loader workers hand over their batches through such sockets. Where none can be made, the worker prints an error
+    and the training waits for ever. Source: ``unix(7)``, ``multiprocessing.connection.arbitrary_address``.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    place = tempfile.gettempdir()
+    return place if len(os.fsencode(place)) + LONGEST_NAME > SOCKET_PATH else None
 
 
 def open_file_limit() -> int | None:

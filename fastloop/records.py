@@ -60,6 +60,10 @@ class Facts:
     """CPUs this process may use: affinity and cgroup quota, whichever is smaller."""
     local_ranks: int = 1
     """Training processes that share those CPUs."""
+    shm_free_bytes: int | None = None
+    """Room in ``/dev/shm`` for batches on their way from workers; None where there is none, or it is not known."""
+    no_sockets_in: str | None = None
+    """The directory for temporary files, where its path is too long for the sockets that workers send batches by."""
     device: str = "cpu"
     """Device type the run trains on: cpu, cuda, mps."""
     device_name: str | None = None

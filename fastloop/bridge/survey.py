@@ -30,6 +30,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
     kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
     return Facts(
         cpu_count=machine.usable_cpus(), local_ranks=_local_ranks(trainer, strategy),
+        shm_free_bytes=machine.shm_free_bytes(), no_sockets_in=_no_sockets_in(),
         device=device.type, **_device_facts(device), compiler=machine.cxx_compiler(os.environ),
         world_size=trainer.world_size, strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy), user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
@@ -49,6 +50,12 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if hook_owner(trainer, hook) is not None),
         **module_facts(module),
     )  # fmt: skip
+
+
+def _no_sockets_in() -> str | None:
+    """Only the sharing by file descriptors, which Linux has by default, sends them through a socket."""
+    by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    return machine.no_sockets_in() if by_socket else None
 
 
 def _is_ddp(strategy: Any) -> bool:

@@ -18,6 +18,7 @@ from fastloop.records import Change, Facts, LoaderFacts, Parity, Verdict
 
 MOST = 8
 """`auto` stops here: more workers seldom pay and slow the launching thread down."""
+LITTLE_SHM_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,16 @@ class Workers:
         if facts.loader is None:
             return Change(waits_for="the train loader")
         loader = facts.loader
-        self._refuse(loader)
+        self._refuse(loader, facts)
         count = auto_count(facts) if self.count == "auto" else self.count
         notes = []
         if count * facts.local_ranks > facts.cpu_count:
             notes.append(f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs:"
                          " they will take turns, and may slow the training process down")  # fmt: skip
+        if facts.shm_free_bytes is not None and facts.shm_free_bytes < LITTLE_SHM_BYTES:
+            kept = count * self.prefetch_factor
+            notes.append(f"/dev/shm has room for {facts.shm_free_bytes >> 20} MiB only, and {count} workers keep up to"
+                         f" {kept} batches there: if one dies, give the container --shm-size=8g")  # fmt: skip
         persistent = self.persistent
         if persistent and facts.reload_every_n_epochs:
             persistent = False
@@ -69,7 +74,7 @@ class Workers:
             wants["loader.multiprocessing_context"] = self.start_method
         return Change(wants=wants, parity=parity, notes=tuple(notes))
 
-    def _refuse(self, loader: LoaderFacts) -> None:
+    def _refuse(self, loader: LoaderFacts, facts: Facts) -> None:
         if not loader.is_dataloader:
             raise NotApplicable(f"{loader.kind} is not a DataLoader: it has no workers to set")
         if loader.num_workers:
@@ -80,6 +85,9 @@ class Workers:
         if loader.stateful:
             raise NotApplicable(f"{loader.kind} shuffles differently with workers, and its saved position is bound"
                                 " to their number; set num_workers yourself before the run starts")  # fmt: skip
+        if facts.no_sockets_in is not None:
+            raise NotApplicable("workers send their batches through sockets, and no socket's path may be as long as"
+                                f" those below {facts.no_sockets_in}; set TMPDIR to a shorter directory")  # fmt: skip
         if loader.worker_hazards:
             raise NotApplicable(f"the dataset cannot go to workers: {'; '.join(loader.worker_hazards)}")
         method = loader.start_method if self.start_method == "auto" else self.start_method

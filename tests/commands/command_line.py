@@ -104,11 +104,15 @@ def run(*arguments: str | Path, cwd: Path, limit_s: float = 35, env: Mapping[str
     return Said(process.returncode, (cwd / "out").read_text(), (cwd / "err").read_text())
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = 30) -> Any:
-    """What the condition gives once it is something."""
+def wait_for(condition: Callable[[], Any], limit_s: float = 30, told: Path | None = None) -> Any:
+    """What the condition gives once it is something.
+
+    Args:
+        told: where the program writes its stderr, shown when it was in vain.
+    """
     end = time.monotonic() + limit_s
     while not (found := condition()):
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"waited in vain: {told.read_text() if told else ''}"
         time.sleep(0.05)
     return found
 

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,15 @@ sys.exit(5)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """Where commands run, and a directory for temporary files of its own."""
-    (tmp_path / "tmp").mkdir()
-    return tmp_path
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where commands run, with ``tmp``, a directory for temporary files of its own: short, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="fl-") as short:
+        (tmp_path / "tmp").symlink_to(short)
+        yield tmp_path
 
 
 def own(place: Path, **more: str) -> dict[str, str]:
-    return {"TMPDIR": str(place / "tmp"), "PL_GLOBAL_SEED": "4", **more}
+    return {"TMPDIR": str((place / "tmp").resolve()), "PL_GLOBAL_SEED": "4", **more}
 
 
 def fastloop_exec(place: Path, *arguments: str | Path, **more: Any) -> Said:
@@ -72,7 +75,7 @@ def test_an_unmodified_script_is_measured_and_stays_the_same_training(place: Pat
     installed = set(Path(sysconfig.get_paths()["purelib"]).iterdir())
     command = (sys.executable, TRAIN, "--does", "waits", "--tell", "watched.json")
     with program("exec", "--config", "safe", "--", *command, cwd=place, env=own(place)) as process:
-        wait_for((place / "waiting").exists, 100)
+        wait_for((place / "waiting").exists, 100, place / "err")
         assert len(list((place / "tmp").glob("fastloop-exec-*"))) == 1
         (place / "go").touch()
         subprocess.run([sys.executable, TRAIN, "--tell", "plain.json"], cwd=place, check=True, timeout=80,

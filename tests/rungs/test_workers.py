@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -51,6 +53,10 @@ def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dic
     ({"count": 3, "start_method": "spawn"}, facts({}), {**wants(3), "loader.multiprocessing_context": "spawn"}, []),
     ({"count": 8}, facts({}, cpu_count=2, local_ranks=2), wants(8),
      ["8 workers for each of 2 ranks on 2 usable CPUs: they will take turns, and may slow the training process down"]),
+    ({"count": 3}, facts({}, shm_free_bytes=64 * 2**20), wants(3),
+     ["/dev/shm has room for 64 MiB only, and 3 workers keep up to 6 batches there: if one dies, give the container"
+      " --shm-size=8g"]),
+    ({"count": 3}, facts({}, shm_free_bytes=2**30), wants(3), []),
     ({}, facts({"draws_random": ("RandomCrop", "a", "b", "c")}), wants(7),
      ["augmentation draws differ from a run without workers (RandomCrop, a, b)"])])  # fmt: skip
 def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
@@ -78,6 +84,22 @@ def test_plan_refuses(settings: dict[str, Any], loader: dict[str, Any], reason: 
     with pytest.raises(NotApplicable) as refused:
         Workers(enabled=True, **settings).plan(facts(loader))
     assert str(refused.value) == reason
+
+
+@pytest.mark.skipif(torch.multiprocessing.get_sharing_strategy() != "file_descriptor", reason="sends no descriptors")
+def test_no_workers_where_their_batches_could_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker cannot make its socket there, and torch's loader waits for its batch for ever."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        for length in (75, 76):
+            place = Path(f"{short}/".ljust(length, "x"))
+            place.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(place))
+            monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+            ours = run(WORKERS, batches(64))
+            assert ours.verdict("workers").took is (length == 75)
+        assert f"those below {place}; set TMPDIR to a shorter directory" in (ours.reason("workers") or "")
+        with pytest.raises(RuntimeError, match="timed out"):  # what the training would wait for
+            next(iter(batches(64, num_workers=1, timeout=3)))
 
 
 def test_plan_waits_and_counts() -> None:
