@@ -7,14 +7,14 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from fastloop import __version__
-from fastloop.commands.answer import Answer
+from fastloop.commands.answer import Answer, left
 from fastloop.commands.shell import Commands, check_writable, hear_signals, last_words, seconds, stdout_to_stderr, write
 
 _json = click.option("--json", "json_to", metavar="FILE|-", help="One JSON object to a file, or to stdout with '-'.")
@@ -231,30 +231,31 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
 
 def _answer(command: Callable[[], Answer], json_to: str | None, *, aside: bool = False) -> None:
     """Run a command and print its answer: text to stdout; with ``--json -`` the object there, all else to stderr.
-
-    Args:
-        aside: stdout is not ours; text goes to stderr.
-    """
-    if json_to == "-":
-        with stdout_to_stderr():
+    With `aside` stdout is not ours: text goes to stderr."""
+    if json_to is not None and json_to != "-":
+        check_writable(Path(json_to))
+    try:
+        with stdout_to_stderr() if json_to == "-" else contextlib.nullcontext():
             answer = command()
-            if answer.text:
-                print(answer.text)
-    else:
-        if json_to is not None:
-            check_writable(Path(json_to))
-        answer = command()
-        if answer.text:
-            print(answer.text, file=sys.stderr if aside else None)
-    if answer.json is not None and json_to is not None:
-        from fastloop.report.files import dump
-
-        if json_to == "-":
-            print(dump(answer.json, ascii_only=True), end="", flush=True)
-        else:
-            write(Path(json_to), dump(answer.json))
+            _say(answer.text, aside=aside)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # it must not hide what happened
+            _give(left(error), json_to)
+        raise
+    _give(answer.json, json_to)
     if answer.exit_code:
         raise SystemExit(answer.exit_code)
+
+
+def _give(content: Mapping[str, Any] | None, json_to: str | None) -> None:
+    if content is None or json_to is None:
+        return
+    from fastloop.report.files import dump
+
+    if json_to == "-":
+        _say(dump(content, ascii_only=True), aside=False, end="")
+    else:
+        write(Path(json_to), dump(content))
 
 
 def main() -> NoReturn:
@@ -288,9 +289,11 @@ def _main() -> int:
     return 0
 
 
-def _say(text: str) -> None:
-    if text:
-        print(text, file=sys.stderr, flush=True)
+def _say(text: str, *, aside: bool = True, end: str = "\n") -> None:
+    """To stderr; or to stdout, at once, so that a full disk is told of. That nobody reads on there is no fault."""
+    with contextlib.nullcontext() if aside else contextlib.suppress(BrokenPipeError):
+        if text:
+            print(text, end=end, file=sys.stderr if aside else None, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """From the runs of two arms and their parity to a verdict in one sentence.
 
 No speed is claimed without runs enough, without a changed rung that took, or where the arms are not the same training;
-"inconclusive" is a fine answer. Each arm is judged against the base at ``alpha`` of its own: of many arms that change
-nothing, one in twenty looks different.
+"inconclusive" is a fine answer. Several arms against one base share the error rate (``stats.error_rate``): of twenty
+experiments in which nothing differs, however many arms they have, one says otherwise.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastloop.comparison import Comparison, Judged, Outcome, Sample
-from fastloop.stats import Effect, effect, interval, mde_pct
+from fastloop.stats import ALPHA, Effect, effect, interval, mde_pct
 
 LEAST_RUNS = 3
 """Of each arm. A spread estimated from two says nothing."""
+WIDE = 10
+"""From here on an end of an interval has three digits in all."""
 
 
 def compare(
-    base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0, alpha: float = 0.05
+    base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0, alpha: float = ALPHA
 ) -> Comparison:  # fmt: skip
     """Judge one arm.
 
@@ -28,7 +30,7 @@ def compare(
         parity: whether the two are the same training.
         band_pct: a difference that nobody cares about. ``no_difference`` needs the whole interval inside it; a
             difference that is certain is named, however small.
-        alpha: how often the interval may miss the truth (``stats.due``).
+        alpha: how often the interval may miss the truth (``stats.error_rate``).
     """
     bases, arms = _Runs.of(base), _Runs.of(arm)
     fewest = min(len(bases.rates), len(arms.rates))
@@ -38,7 +40,7 @@ def compare(
     ci95 = interval(judged, alpha) if judged else None
     mde = mde_pct(judged.sd, len(bases.rates), len(arms.rates), judged.dof, alpha) if judged else None
     verdict = _verdict(ci95, band_pct)
-    figures = _figures(ratio, ci95, alpha, _count(bases, arms))
+    figures = _figures(verdict, ratio, ci95, alpha, _count(bases, arms))
     if against := _against(bases, arms, judged, nothing_took(base, arm), parity):
         verdict, why = "inconclusive", _sentence([*against, "" if nothing_took(base, arm) else figures])
     else:
@@ -148,16 +150,20 @@ def _count(base: _Runs, arm: _Runs) -> str:
     return f"{n_base} runs of the base and {n_arm} of the arm"
 
 
-def _figures(ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str) -> str:
-    if ratio is None:
+def _figures(
+    verdict: Judged, ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str
+) -> str:  # fmt: skip
+    """The ratio with its interval; where that decides nothing, it alone: its middle would pass for a claim."""
+    if ratio is None or ci95 is None:
         return ""
-    if ci95 is None:
-        return f"{ratio:.2f}x so far"
     digits = 2
     while digits < 4 and (f"{ci95[0]:.{digits}f}" == f"{ci95[1]:.{digits}f}" or _hides_one(ci95, digits)):
         digits += 1
-    low, high = (f"{bound:.{digits}f}" for bound in ci95)
-    return f"{ratio:.{digits}f}x, {100 * (1 - alpha):g} % interval {low} to {high}, {count}"
+    low, high = (f"{bound:.{digits}f}" if bound < WIDE else f"{bound:.3g}" for bound in ci95)
+    level = f"{100 * (1 - alpha):.4g} % interval"
+    if verdict == "inconclusive":
+        return f"anything from {low}x to {high}x, {level}, {count}"
+    return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
 
 
 def _hides_one(ci95: tuple[float, float], digits: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from fastloop.errors import ConfigError
 from fastloop.secrets import mask
-from fastloop.shipped import is_path, locate, shipped_root
+from fastloop.shipped import KINDS, is_path, locate, shipped, shipped_root
 from fastloop.yamlfile import KeyPath, Marked, Origin, load_yaml, parse_scalar
 
 COMMAND_LINE = "command line"
@@ -83,13 +83,21 @@ def as_patch(text: str) -> tuple[Literal["more", "override"], str]:
     """What a ``--vs`` means: ``key=value`` is an override, a path or a shipped name is a file laid on top.
 
     Raises:
-        ConfigError: neither, with the names there are.
+        ConfigError: neither, with the names there are; a recipe, which is what a patch is laid on.
     """
     key, equals, _ = text.partition("=")
     if equals and _KEY.fullmatch(key.strip()):
         return "override", text
-    if not is_path(text):
-        locate(text, Path(), got=repr(text))
+    if is_path(text):
+        return "more", text
+    names = [name.strip() for name in text.split("+")]
+    if len(names) > 1 and all(any(name in shipped(kind) for kind in KINDS) for name in names):
+        raise ConfigError(got=repr(text), why="several patches are told apart by commas",
+                          do=f"write {','.join(names)}")  # fmt: skip
+    if text in shipped("recipes"):
+        raise ConfigError(got=repr(text), why="it is a recipe, and a --vs is a patch, rung or ladder",
+                          do="write a rung, a ladder, a file with the patch, or key=value")  # fmt: skip
+    locate(text, Path(), got=repr(text))
     return "more", text
 
 

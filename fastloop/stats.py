@@ -18,6 +18,9 @@ from scipy.special import stdtr, stdtrit
 Runs = int | Literal["auto"]
 """Of each arm: a number, or as many as it takes, judged at the planned looks."""
 
+ALPHA = 0.05
+"""How often an experiment may name a difference that is none: once in twenty, whatever it compares and looks at."""
+
 LOOKS = (3, 5, 7, 10)
 """Rounds after which ``auto`` may judge. Judging after every round from 3 to 10 would cry wolf 16 times in 100."""
 
@@ -89,7 +92,7 @@ def effect(
     return Effect(log_ratio=sides[1].rate - sides[0].rate - slope * apart, se=se, dof=dof, sd=sd)
 
 
-def interval(effect: Effect, alpha: float = 0.05) -> tuple[float, float]:
+def interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
     """Of the ratio: it misses the truth ``alpha`` of the time, half of that on either side."""
     reach = _t(effect.dof, 1 - alpha / 2) * effect.se
     return _exp(effect.log_ratio - reach), _exp(effect.log_ratio + reach)
@@ -100,7 +103,7 @@ def p_value(effect: Effect) -> float:
     return float(2 * stdtr(effect.dof, -abs(effect.log_ratio) / effect.se))
 
 
-def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = 0.05, power: float = 0.8) -> float:
+def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA, power: float = 0.8) -> float:
     """Smallest speed-up, in percent, that ``n_a`` against ``n_b`` runs show with probability ``power``.
 
     ``(t(1 - alpha/2) + t(power)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
@@ -108,15 +111,18 @@ def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = 0.05, power:
     return 100 * (_exp((_t(dof, 1 - alpha / 2) + _t(dof, power)) * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
 
 
-def due(rounds: int, runs: Runs, alpha: float = 0.05) -> float | None:
-    """The error rate to judge at after so many finished rounds; None: not now.
+def error_rate(runs: Runs, arms: int = 1) -> float:
+    """The error rate of one comparison at one look.
 
-    ``auto`` shares ``alpha`` out over its looks in equal parts: whichever of them ends the experiment, all together
-    are wrong at most ``alpha`` of the time.
+    ``ALPHA`` is shared out in equal parts over the arms that meet the base and, with ``auto``, over its looks
+    (Bonferroni): however they hang together, all of them are right at once at least 1 - ``ALPHA`` of the time.
     """
-    if runs == "auto":
-        return alpha / len(LOOKS) if rounds in LOOKS else None
-    return alpha if rounds == runs else None
+    return ALPHA / arms / (len(LOOKS) if runs == "auto" else 1)
+
+
+def due(rounds: int, runs: Runs) -> bool:
+    """Whether to judge after so many finished rounds."""
+    return rounds in LOOKS if runs == "auto" else rounds == runs
 
 
 def most_rounds(runs: Runs) -> int:

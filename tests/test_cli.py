@@ -85,7 +85,8 @@ def test_the_forgery_would_find_an_import(tmp_path: Path) -> None:
         (["rungs", "amp"], 0), (["recipes"], 0), (["config", "show", "safe"], 0), (["run", "cifar11"], 2),
         (["config", "diff", "safe", "full"], 0),
         (["plan", "cifar10", "rungs.amp.mod=tf32"], 2), (["report", "."], 2), (["doctr"], 2),
-        (["run", "cifar10", "rungs.amp.enabled=yes"], 2),
+        (["run", "cifar10", "rungs.amp.enabled=yes"], 2), (["run", "cifar10", "recipe.nonsense=1"], 2),
+        (["plan", "cifar10", "recipe.nonsense=1"], 2),
     ],
     ids=typed_as,
 )  # fmt: skip

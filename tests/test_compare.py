@@ -58,6 +58,18 @@ def test_one_sentence_with_ratio_interval_and_runs() -> None:
     assert f"show a difference from {noisy.mde_pct:.1f} % on" in noisy.why
 
 
+def test_where_nothing_is_decided_only_the_interval_is_said() -> None:
+    found = judged(5.4, 3, spread=60)
+    assert found.verdict == "inconclusive" and found.ratio is not None and found.ci95 is not None
+    low, high = found.ci95
+    said = f"anything from {low:.2f}x to {high:.3g}x, 95 % interval, 3 runs of each: too few or too noisy"
+    assert found.why.startswith(said) and high > 10 and f"{found.ratio:.2f}" not in found.why
+    assert "x so far" not in judged(1.5, 2).why and "1.5" not in judged(1.5, 2).why
+    assert f"{judged(1.32).ratio:.2f}x" in judged(1.32).why, "the control: a claim has its ratio"
+    broken = judged(5.4, 3, spread=60, parity=BAD)
+    assert "anything from" in broken.why and f"{found.ratio:.2f}" not in broken.why
+
+
 def test_a_stricter_level_is_said() -> None:
     strict = judged(1.32, alpha=0.0125)
     assert "98.75 % interval" in strict.why and strict.alpha == 0.0125

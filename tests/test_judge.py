@@ -2,7 +2,7 @@
 
 Runs spread by 1.5 % and the machine drifts by 0 or 4 % over the experiment. Of 200 experiments an honest judge at 5 %
 may be wrong 18 times (5 % and its own noise). The controls show that the same trial convicts judges that are not
-honest: a blocked order, looking after every run, and silence taken for proof.
+honest: a blocked order, looking after every run, several arms each at 5 %, and silence taken for proof.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fastloop.stats import (
     Runs,
     due,
     effect,
+    error_rate,
     interval,
     looks_faster,
     most_rounds,
@@ -62,14 +63,16 @@ class Machine:
         return found
 
 
-def judged(truths: tuple[float, ...], drift: float, seed: int, runs: Runs) -> list[Comparison]:
+def judged(truths: tuple[float, ...], drift: float, seed: int, runs: Runs, alpha: float | None = None
+           ) -> list[Comparison]:  # fmt: skip
     """An experiment as ``ab`` runs it: round by round, judged when due, ended when final."""
+    alpha = error_rate(runs, len(truths) - 1) if alpha is None else alpha
     machine = Machine(truths, drift, seed, most_rounds(runs))
     found: list[Comparison] = []
     for rounds, arms in enumerate(order(len(truths), most_rounds(runs), seed), start=1):
         for arm in arms:
             machine.run(arm)
-        if (alpha := due(rounds, runs)) is not None:
+        if due(rounds, runs):
             base, *others = map(machine.sample, range(len(truths)))
             found = [compare(base, other, SAME, alpha=alpha) for other in others]
             if final(found):
@@ -128,6 +131,26 @@ def test_a_true_four_percent_is_not_called_no_difference(runs: Runs, drift: floa
 def test_enough_runs_do_end_in_no_difference(drift: float) -> None:
     """Otherwise the test above is passed by never saying it."""
     assert sum(one.verdict == "no_difference" for one in tried(with_runs(10), 1.0, drift)) >= REPEATS // 2
+
+
+def families(drift: float, runs: Runs, alpha: float | None = None) -> list[list[Comparison]]:
+    """Four arms that are the base, against the base."""
+    return [judged((1.0,) * 5, drift, seed, runs, alpha) for seed in range(REPEATS)]
+
+
+@JUDGES
+@MACHINES
+def test_several_idle_arms_together_raise_as_few_alarms_as_one(runs: Runs, drift: float) -> None:
+    found = families(drift, runs)
+    assert sum(alarms(arms) > 0 for arms in found) <= WRONG
+    assert sum(covering(arms, 1.0) == 4 for arms in found) >= REPEATS - WRONG, "their intervals hold together"
+
+
+@MACHINES
+def test_control_several_arms_each_at_its_own_five_percent_do_not(drift: float) -> None:
+    found = families(drift, 5, error_rate(5))
+    assert sum(alarms(arms) > 0 for arms in found) > 2 * WRONG
+    assert all(alarms([arms[at] for arms in found]) <= WRONG for at in range(4)), "one of them alone would be honest"
 
 
 @MACHINES

@@ -206,6 +206,8 @@ def test_as_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs" / "rungs").mkdir(parents=True)
     (tmp_path / "configs" / "rungs" / "amp.yaml").touch()
     monkeypatch.setattr("fastloop.shipped.__file__", str(tmp_path / "fastloop" / "shipped.py"))
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "net.yaml").touch()
     assert as_patch("amp") == ("more", "amp")
     assert as_patch("my.yaml") == ("more", "my.yaml")
     assert as_patch("./lr=3/my.yaml") == ("more", "./lr=3/my.yaml")
@@ -213,6 +215,12 @@ def test_as_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert as_patch("data.dir=./x.yaml") == ("override", "data.dir=./x.yaml")
     with pytest.raises(ConfigError, match=r"got 'anp'\n.*rungs: amp\n  do  write amp"):
         as_patch("anp")
+    with pytest.raises(ConfigError, match=r"got 'net'\n  why it is a recipe, and a --vs is a patch, rung or ladder"):
+        as_patch("net")
+    with pytest.raises(ConfigError, match=r"got 'amp\+net'\n.*\n  do  write amp,net"):
+        as_patch("amp+net")
+    with pytest.raises(ConfigError, match=r"got 'amp\+nets'\n.*no recipe, ladder, climb or rung has this name"):
+        as_patch("amp+nets")
 
 
 @pytest.mark.parametrize(

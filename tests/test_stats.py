@@ -17,6 +17,7 @@ from fastloop.stats import (
     Pool,
     due,
     effect,
+    error_rate,
     interval,
     looks_faster,
     mde_pct,
@@ -157,15 +158,19 @@ def test_the_smallest_visible_effect_at_one_and_a_half_percent(runs: int, expect
 
 
 def test_looks_share_the_error_rate() -> None:
-    spent = [due(rounds, "auto") for rounds in range(1, 15)]
-    assert [rounds for rounds, alpha in enumerate(spent, start=1) if alpha] == [3, 5, 7, 10] == list(LOOKS)
-    assert sum(alpha for alpha in spent if alpha) == pytest.approx(0.05)
+    assert [rounds for rounds in range(1, 15) if due(rounds, "auto")] == [3, 5, 7, 10] == list(LOOKS)
+    assert error_rate("auto") * len(LOOKS) == pytest.approx(0.05)
     assert most_rounds("auto") == 10
 
 
 def test_a_number_of_runs_is_judged_once() -> None:
-    assert [due(rounds, 5) for rounds in range(1, 8)] == [None] * 4 + [0.05] + [None] * 2
-    assert due(4, 4, alpha=0.01) == 0.01 and most_rounds(4) == 4
+    assert [rounds for rounds in range(1, 8) if due(rounds, 5)] == [5]
+    assert error_rate(5) == 0.05 and most_rounds(4) == 4
+
+
+def test_arms_share_the_error_rate_too() -> None:
+    assert error_rate(5, arms=4) == pytest.approx(0.0125)
+    assert error_rate("auto", arms=3) == pytest.approx(0.05 / 12)
 
 
 # -- screens ----------------------------------------------------------------------------------------------------------

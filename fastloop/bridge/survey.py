@@ -54,7 +54,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
 
 def _no_sockets_in() -> str | None:
     """Only the sharing by file descriptors, which Linux has by default, sends them through a socket."""
-    by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
     return machine.no_sockets_in() if by_socket else None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastloop import stats
 from fastloop.commands import gates, verdict
-from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.answer import Answer, Failed, leave
 from fastloop.commands.arms import Arm, ConfigArm
 from fastloop.commands.carry import name_of
 from fastloop.commands.disk import writing
@@ -25,14 +25,16 @@ from fastloop.commands.headspace import failed
 from fastloop.commands.outdir import Place, claim_or_resume, hold
 from fastloop.commands.readback import read
 from fastloop.commands.recipe_keys import check_recipe_keys
-from fastloop.commands.script import ScriptArm, command_of
+from fastloop.commands.script import ScriptArm, command_of, under_this_python
 from fastloop.commands.supervise import Limits
+from fastloop.commands.surroundings import refuse_others
 from fastloop.commands.trial import TRIAL, Job, forget
+from fastloop.compare import LEAST_RUNS
 from fastloop.config import Config, diff
 from fastloop.errors import ConfigError
 from fastloop.layers import as_patch
 from fastloop.report import files
-from fastloop.secrets import Scrubber
+from fastloop.secrets import Scrubber, mask
 from fastloop.shipped import safe_name
 
 BASE = "base"
@@ -68,21 +70,24 @@ def request(*, base: str | None, overrides: Sequence[str], vs: Sequence[str], mo
     """What the command line says.
 
     Raises:
-        ConfigError: ``--runs`` or ``--steps`` is no number.
+        ConfigError: ``--runs`` or ``--steps`` is no number, or too small a one.
     """
     if base is not None and others.get("script") is not None and "=" in base:  # with a script the base has no name
         overrides = (base, *overrides)
         base = None
     return Request(base=base, overrides=tuple(overrides), vs=tuple(vs), more=tuple(more),
-                   runs=_number("--runs", runs, 2) or "auto", steps=_number("--steps", steps, 1), **others)  # fmt: skip
+                   runs=_number("--runs", runs, LEAST_RUNS) or "auto", steps=_number("--steps", steps, 1),
+                   **others)  # fmt: skip
 
 
 def _number(option: str, text: str, least: int) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(got=f"{option} {text}", why="it is neither auto nor a number of them",
-                          do=f"write auto, or {least} or more")  # fmt: skip
+        few = option == "--runs" and text.isdecimal() and int(text) > 0
+        why = f"no verdict can come of fewer than {least} runs of each arm" if few else \
+            "it is neither auto nor a number of them"  # fmt: skip
+        raise ConfigError(got=f"{option} {text}", why=why, do=f"write auto, or {least} or more")
     return int(text)
 
 
@@ -120,6 +125,8 @@ def _compared(asked: Request, sides: list[Side], place: Place, name: str, *, new
             side.folder = place.path / side.folder
             if new:
                 _sweep(side.folder)
+        if not new and (asked.script is None or under_this_python(command_of(asked.script, asked.args))):
+            refuse_others(place.path, [side.folder for side in sides])
         settings = Settings(runs=asked.runs, steps=asked.steps, warmup=base.watch.warmup_steps,
                             band_pct=asked.band_pct, seed=base.run.seed,
                             limits=Limits(total_s=asked.limit_s))  # fmt: skip
@@ -130,8 +137,8 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
     """Run it to its end, or to a signal; either way what came of it is written."""
     try:
         experiment.run()
-    except (KeyboardInterrupt, SystemExit):
-        verdict.write(experiment, name, partial=True)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        leave(stop, verdict.write(experiment, name, partial=True))
         experiment.say(f"fastloop: what there is stands in {experiment.place}, flagged as partial; go on with"
                        f" --resume {experiment.place}")  # fmt: skip
         raise
@@ -141,7 +148,9 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
         trial = experiment.base.failed
         text = trial.tail if trial.code == 2 and trial.tail else \
             f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare with: {trial.cause}"  # fmt: skip
-        raise Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
+        failure = Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
+        leave(failure, content)
+        raise failure
     return Answer(text="\n".join(verdict.lines(content)), json=content, exit_code=verdict.exit_code(experiment))
 
 
@@ -156,6 +165,10 @@ def arms_of(asked: Request) -> list[Arm]:
         return _script_arms(asked, vs, names)
     if asked.base is None:
         raise ConfigError(got="fastloop ab", why="there is no base", do="write a configuration, or --script train.py")
+    if asked.base.endswith(".py"):
+        again = " ".join(f"--vs {text}" for text in mask(vs))
+        raise ConfigError(got=f"fastloop ab {asked.base}", why="it is a script, and the base is a configuration",
+                          do=f"write fastloop ab --script {asked.base} {again}")  # fmt: skip
     watched = ("watch.enabled=true", "watch.trace_steps=0")
     job = Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *watched))
     made: list[Arm] = [ConfigArm(name=BASE, job=job)]

@@ -17,6 +17,16 @@ class Answer:
     exit_code: int = 0
 
 
+def leave(error: BaseException, json: Mapping[str, Any]) -> None:
+    """Let what ends a command carry the object for programs as far as there is one: ``--json`` gets it all the same."""
+    vars(error)["fastloop_json"] = json
+
+
+def left(error: BaseException) -> Mapping[str, Any] | None:
+    """What `leave` gave it."""
+    return vars(error).get("fastloop_json")
+
+
 class Failed(Exception):
     """A training that raised or was stopped: what to print to stderr, and the exit code."""
 

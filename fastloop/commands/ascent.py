@@ -21,6 +21,7 @@ from fastloop.commands.look import Scene, batches_per_step, queued
 from fastloop.commands.stack import Stack, plus
 from fastloop.measurement import CEILINGS
 from fastloop.predict import Costs
+from fastloop.report.climbed import TOP
 from fastloop.stats import Pool
 
 CONFIRM_RUNS = 3
@@ -113,7 +114,7 @@ class Ascent:
         self.naive = naive = self._naive()
         rank_batch = None if naive.global_batch is None else naive.global_batch // naive.world_size
         self.start = dataclasses.replace(
-            self.start, on_cuda=naive.device == "cuda", loader_workers=naive.workers, micro_batch=naive.micro_batch,
+            self.start, on_cuda=naive.device == "cuda", refused=naive.refused, micro_batch=naive.micro_batch,
             rank_batch=rank_batch)  # fmt: skip
         # Where the training thread loads, what it waits for its loader is all that loading takes.
         alone = self.start.on_cuda and naive.workers == 0 and "prefetch" not in self.start.enabled
@@ -162,11 +163,13 @@ class Ascent:
         """The step without loading and copies; where those hardly take time, it is the one without loading."""
         assert self.costs is not None
         copies_ms, rest_ms = self.costs.copies_ms, self.costs.replayed_ms
+        key = f"resident{TOP}" if self.stack else "resident"
+        self.notes.pop(key, None)
         if self.start.on_cuda and rest_ms and copies_ms is not None and copies_ms < COPIES_SHOW * rest_ms:
             self.costs = self.costs.but(resident_ms=rest_ms)
+            self.notes[key] = f"as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
             if not self.stack:
                 self.ceilings["resident"] = self.ceilings["replayed"]
-                self.notes["resident"] = f"as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
         elif (seen := self._component("resident")) is not None:
             self.costs = self.costs.but(resident_ms=seen.core_ms)
 

@@ -89,6 +89,10 @@ def _screened(scene: Scene, candidate: Candidate, look: Look, at: str) -> Result
             raise BaseFailed(seen)
         if side == "arm" and (ruled_out := _ruled_out(look, seen, runs["base"][0])):
             return Result(row=_row(scene, candidate, look, ended=ruled_out[0], why=ruled_out[1], runs=runs))
+        if side == "arm" and len(runs["arm"]) == 1:
+            same = scene.lab.ledger(known.stack, arm, [(runs["base"][0], seen)])
+            if same.passed is False:
+                return Result(row=_row(scene, candidate, look, ended="parity", why=same.why, runs=runs, outcome=same))
     return _judged(scene, candidate, look, runs, at)
 
 

@@ -46,29 +46,37 @@ class Bench:
         if known is not None:
             self._same_device(known)
             return seen(known)
+        arm = self._arm(what, stack)
+        try:
+            arm.config()
+        except ConfigError as error:  # with these rungs; without them it was checked before the climb began
+            return Seen(skipped=dict.fromkeys(stack, f"{error.got}: {error.why}"))
         limits = self._begin(what, need_s)
-        trial = self._arm(what, stack).run(what, self.place / at, ask, limits=limits, progress=self._progress)
+        trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._progress)
         if not trial.ok and limits.total_s < self._limit_s and trial.seconds >= limits.total_s:
             forget(trial.run_dir)  # the budget ended it, which says nothing of the training
             raise Spent(what)
         self._same_device(trial)
         return seen(trial)
 
+    def ledger(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]]) -> Outcome:
+        """Whether both stacks saw the same samples; a training that claims no parity is not asked."""
+        trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
+        promise = gates.class_of([trial for pair in trials for trial in pair])
+        outcome = parity.outcome(promise, () if promise == "changes-training" else (gates.ledger(trials),))
+        if outcome.passed is False:
+            _note(outcome, base, arm, pairs)
+        return outcome
+
     def gates(self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]], *, what: str,
               need_s: float) -> Outcome:  # fmt: skip
         """Ledger and gradient of a stack against the one it was put on; the latter's gradient is taken once."""
-        trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
-        promise = gates.class_of([trial for pair in trials for trial in pair])
-        if promise == "changes-training":
-            return parity.outcome(promise, ())
-        found = [gates.ledger(trials)]
-        if found[0].passed is not False:
-            found.append(self._gradient(at, base, arm, promise, what, need_s))
-        outcome = parity.outcome(promise, found)
-        if len(new := set(arm) - set(base)) == 1:
-            runs = tuple(trial.samples_per_s or 0.0 for _, trial in trials)
-            passports.keep(new.pop(), outcome, verdict.hardware([trial for _, trial in trials]),
-                           Sample(name="arm", samples_per_s=runs))  # fmt: skip
+        outcome = self.ledger(base, arm, pairs)
+        if outcome.passed is False or not outcome.gates:
+            return outcome
+        promise = outcome.parity_class
+        outcome = parity.outcome(promise, (*outcome.gates, self._gradient(at, base, arm, promise, what, need_s)))
+        _note(outcome, base, arm, pairs)
         return outcome
 
     def _gradient(self, at: str, base: Stack, arm: Stack, promise: Parity, what: str, need_s: float) -> Gate:
@@ -141,6 +149,14 @@ class Bench:
             if device != self._device:
                 raise ConfigError(got=f"{device}", why=f"this climb began on {self._device}",
                                   do="resume it there, or begin another one here")  # fmt: skip
+
+
+def _note(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]]) -> None:
+    """In the passport of the one rung in which two stacks differ."""
+    if len(new := set(arm) - set(base)) == 1:
+        trials = [ran.trial for _, ran in pairs if ran.trial]
+        runs = tuple(trial.samples_per_s or 0.0 for trial in trials)
+        passports.keep(new.pop(), outcome, verdict.hardware(trials), Sample(name="arm", samples_per_s=runs))
 
 
 def _name(stack: Stack) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastloop.commands.stack import Stack, patch
 from fastloop.predict import NEAR, WORTH_PCT, Costs, ceilings_ms
+from fastloop.report.climbed import broken
 
 FAMILY = {"workers": "feed", "pin": "feed", "prefetch": "feed", "amp": "compute", "layout": "compute",
           "fused": "compute", "compile": "compute", "batch": "fill", "overlap": "sync"}  # fmt: skip
@@ -59,7 +61,8 @@ class Start:
     on_cuda: bool = False
     cpus: int = 1
     """For each rank."""
-    loader_workers: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Rungs that the training without them already shows to be refused by their plan, and why."""
     micro_batch: int | None = None
     """Samples of a loader batch on one rank."""
     rank_batch: int | None = None
@@ -102,12 +105,13 @@ def choose(known: Known) -> Candidate | str:
             if rung not in known.start.enabled:
                 for candidate in _ways(rung, known):
                     if _is_open(candidate.key, known):
-                        return candidate
+                        refused = candidate.refused or known.start.refused.get(rung)
+                        return dataclasses.replace(candidate, refused=refused)
     return _together(known) or _nothing_left(known, ceilings)
 
 
 def _nothing_left(known: Known, ceilings: Mapping[str, float]) -> str:
-    none = "nothing to gain: " if not known.height else ""
+    none = "" if known.height or broken(known.rows) else "nothing to gain: "
     if not ceilings:
         return f"{none}no ceiling is above {WORTH_PCT:g} %"
     left = ", ".join(f"{'at most ' if family == 'compute' else ''}{known.pct(ms):.0f} % in {family}"
@@ -121,8 +125,7 @@ def _ways(rung: str, known: Known) -> Iterator[Candidate]:
     if rung == "workers":
         yield from _workers(known)
     elif rung in ("pin", "prefetch"):
-        yield Candidate(rung=rung, key=rung, patches=(patch(rung),), tunes="prefetch" if rung == "prefetch" else None,
-                        refused=None if start.on_cuda else "needs CUDA: there is no copy to a device here")  # fmt: skip
+        yield Candidate(rung=rung, key=rung, patches=(patch(rung),), tunes="prefetch" if rung == "prefetch" else None)
     elif rung == "amp":
         yield Candidate(rung=rung, key=rung, patches=(patch(rung),))
         if start.on_cuda and _ended("amp", known) in ("parity", "crashed"):
@@ -144,13 +147,10 @@ def _ways(rung: str, known: Known) -> Iterator[Candidate]:
 
 
 def _workers(known: Known) -> Iterator[Candidate]:
-    count, costs = known.start.loader_workers, known.costs
     if "workers" not in known.stack:
-        refused = f"the loader already has {count} workers; that number stands" if count else None
-        yield Candidate(rung="workers", key="workers", patches=(patch("workers"),), component="loader",
-                        tunes="workers", refused=refused)  # fmt: skip
+        yield Candidate(rung="workers", key="workers", patches=(patch("workers"),), component="loader", tunes="workers")
         return
-    settings = known.stack["workers"]
+    settings, costs = known.stack["workers"], known.costs
     if known.pct(costs.gap_ms) >= WORTH_PCT and not settings.get("persistent"):
         yield Candidate(rung="workers", key="workers-persistent", patches=(patch("workers", persistent=True),),
                         component="gap")  # fmt: skip

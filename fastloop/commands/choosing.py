@@ -145,6 +145,8 @@ def reason(what: str, points: Sequence[Point], base: int, best: int | None, your
     else:
         said = (f"{best} is the smallest value within {pct} of the fastest: {short(ms[best], 'ms')} a step,"
                 f" {short(ms[base], 'ms')} without {what}")  # fmt: skip
+    if what == "batch" and others:
+        said += "; of trainings on replayed batches, whose steps do not wait for the loader"
     if yours is not None and yours != best:
         said += f"; {yours} is what you wrote, and stands" + ("" if best is None else " until you lay the patch on top")
     if loader_ms:

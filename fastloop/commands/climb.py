@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import facts as machine
-from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.answer import Answer, Failed, leave
 from fastloop.commands.ascent import Ascent
 from fastloop.commands.attempt import BaseFailed
 from fastloop.commands.bench import Bench
@@ -25,6 +25,7 @@ from fastloop.commands.disk import writing
 from fastloop.commands.headspace import failed
 from fastloop.commands.outdir import claim_or_resume, hold
 from fastloop.commands.readback import read
+from fastloop.commands.surroundings import refuse_others
 from fastloop.commands.trial import TRIAL, Job, forget
 from fastloop.commands.verdict import hardware
 from fastloop.config import Config
@@ -116,9 +117,8 @@ class Record:
     def write(self) -> dict[str, Any]:
         """All of it, with the ladder and the reports."""
         content = self.content()
-        texts = {LADDER: staircase.ladder_yaml(content), "report.md": staircase.markdown(content),
-                 "report.html": staircase.html(content)}  # fmt: skip
-        files.write(self.place, {NAME: files.dump(content), **texts})
+        files.write(self.place, {NAME: files.dump(content)})  # first: to draw the reports takes seconds
+        files.write(self.place, {LADDER: staircase.ladder_yaml(content), **staircase.reports(content)})
         return content
 
 
@@ -139,10 +139,10 @@ def _climbed(record: Record) -> Answer:
             record.stopped += f"; left: {spent.what}"
     except BaseFailed as base:
         raise _base_failed(record, base) from None
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(Exception):  # it must not hide what happened
             record.stopped = record.stopped or "it was stopped"
-            record.write()
+            leave(error, record.write())
         raise
     if record.partial or not complete:
         record.stopped += f"; go on with --resume {record.place}"
@@ -154,12 +154,10 @@ def _base_failed(record: Record, base: BaseFailed) -> Failed:
     """What to end with where the training as it is, or the stack there is, does not run."""
     trial = base.seen.trial
     record.stopped = f"failed: {base.seen.cause or 'the run was too short to measure a rate'}"
+    ended = Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial)
     with contextlib.suppress(Exception):  # it must not hide what happened
-        record.write()
-    if trial is None or trial.ok:
-        return Failed("fastloop: the run was too short to measure a rate")
-    ended = failed(trial)
-    if trial.code == 2 and record.new and not (record.ascent and record.ascent.rows):
+        leave(ended, record.write())
+    if trial is not None and trial.code == 2 and record.new and not (record.ascent and record.ascent.rows):
         forget(trial.run_dir)
         for name in WRITTEN:
             (record.place / name).unlink(missing_ok=True)
@@ -214,4 +212,5 @@ def _earlier(place: Path, config: Config, resume: str | None) -> Mapping[str, An
     if before.get("config_sha256") != fingerprint(config):
         raise ConfigError(got=f"--resume {place}", why="it was begun with another configuration",
                           do="repeat the command as it was, or begin another climb")  # fmt: skip
+    refuse_others(place, {trial.parents[1] for trial in place.rglob(TRIAL)})
     return before

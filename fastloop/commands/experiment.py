@@ -105,7 +105,7 @@ class Experiment:
         self.pilots: dict[str, Trial] = {}
         self.order: list[tuple[str, int]] = []
         """Arm and number of each run, in the order they were done."""
-        self.alpha = 0.05 if settings.runs != "auto" else 0.05 / len(stats.LOOKS)
+        self.alpha = stats.error_rate(settings.runs, len(sides) - 1)
         self._spent: list[float] = []
         self._begun = time.monotonic()
 
@@ -134,8 +134,7 @@ class Experiment:
                 self._gradient(side)
             if all(side.out or self._hopeless(side) for side in self.sides[1:]):
                 return
-            if (alpha := stats.due(number + 1, self.settings.runs)) is not None and number + 1 < most:
-                self.alpha = alpha
+            if stats.due(number + 1, self.settings.runs) and number + 1 < most:
                 stuck = [side.name for side in self.sides[1:] if side.out or self._hopeless(side)]
                 if final(self.comparisons(), stuck):
                     return
@@ -214,7 +213,8 @@ class Experiment:
 
     def _gradient(self, side: Side) -> None:
         """Once an arm has run, so that its plan is known; a training that claims no parity is not asked."""
-        if side.gradient is not None or side.out or not side.runs or self.parity_class(side) == "changes-training":
+        if side.gradient is not None or side.out or not side.runs or self.parity_class(side) == "changes-training" \
+                or self.outcome(side).passed is False:
             return
         if finished(side.folder / "gradients") is None:
             self.say(f"{side.name}: comparing gradients")

@@ -97,7 +97,8 @@ def wanted(config: Config) -> tuple[str, ...]:
 def failed(trial: Trial) -> Failed:
     """What to end with where the training as it is did not come to its end."""
     own = trial.code == 2  # the child's configuration error, in its own words
-    text = trial.tail if own and trial.tail else f"{trial.tail}\nfastloop: the run failed: {trial.cause}"
+    cause = trial.cause or "it was too short to measure a rate"
+    text = trial.tail if own and trial.tail else f"{trial.tail}\nfastloop: the run failed: {cause}"
     return Failed(text.lstrip("\n"), exit_code=2 if own else 1)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from fastloop.commands.arms import Ask
 from fastloop.commands.lengths import Length
 from fastloop.commands.readback import read
+from fastloop.commands.refusals import refusals
 from fastloop.commands.search import Given
 from fastloop.commands.stack import Stack
 from fastloop.commands.trial import Trial
@@ -59,6 +60,8 @@ class Seen:
     """Rungs that the plan leaves out, and why."""
     inactive: Mapping[str, str] = field(default_factory=dict)
     """Rungs that had no effect, those included."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Rungs that the plan would leave out, as far as this training shows, and why."""
     classes: Mapping[str, Parity] = field(default_factory=dict)
     """Parity class by rung."""
     trial: Trial | None = None
@@ -110,6 +113,9 @@ class Lab(Protocol):
             need_s: what it is expected to take.
         """
 
+    def ledger(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]]) -> Outcome:
+        """Whether a stack sees the same samples as the one it was put on, as their runs have written down."""
+
     def gates(self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]], *, what: str,
               need_s: float) -> Outcome:  # fmt: skip
         """Whether a stack is the same training as the one it was put on: ledger and gradient."""
@@ -151,6 +157,7 @@ def seen(trial: Trial) -> Seen:
         copies_ms=parts.get("h2d"), loader_ms=answer.get("ms_per_step"),
         loaders_ms={each["count"]: each["ms_per_step"] for each in answer.get("counts") or () if each["ms_per_step"]},
         fill_read=all(bool(each.get("queue_drained")) for each in loaders), classes=classes,
+        refused=refusals(found),
         skipped={**skipped, **(answer.get("inactive") or {})},
         inactive={row["rung"]: row["why"] for row in verdicts if row.get("took") is False},
     )  # fmt: skip

@@ -27,13 +27,6 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop" / "passports"
 
 
-def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an ``env.json`` decides about numbers."""
-    known = environment.get("versions") or {}
-    return {**{name: known.get(name) for name in ("torch", "lightning", "fastloop")},
-            "driver": environment.get("driver")}  # fmt: skip
-
-
 def keep(rung: str, outcome: Outcome, hardware: Mapping[str, Any], sample: Sample, *, name: str = "",
          run_dir: Path | None = None) -> None:  # fmt: skip
     """Write down what came of a rung in an experiment of its own; what the same directory said before is replaced."""

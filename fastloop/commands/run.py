@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fastloop.commands.answer import Answer, Failed
 from fastloop.commands.outdir import Place, claim, unclaimed
+from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.config import Config, load
 from fastloop.errors import FastLoopError
 from fastloop.records import Plan
@@ -28,6 +29,7 @@ def run(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | 
         Failed: the training raised or was stopped.
     """
     config = load(conf, more=more, overrides=overrides)
+    check_recipe_keys(config)
     place = claim(config.name, out, force=force) if first_rank() else Place(unclaimed(config.name, out))
     try:
         with explained(config, place.path):
@@ -89,6 +91,7 @@ def _written(path: Path) -> int | None:
 def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     """A dry run: what each rung would do; trains nothing."""
     config = load(conf, more=more, overrides=overrides)
+    check_recipe_keys(config)
     with explained(config, Path(os.devnull)):
         from fastloop.bridge.dryrun import dry_run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,12 @@ def command_of(script: str, args: str = "") -> tuple[str, ...]:
         given = [sys.executable, *given]
     check([*given, *more])
     return (*given, *more)
+
+
+def under_this_python(command: Sequence[str]) -> bool:
+    """Whether a command surely runs with this Python's packages and on this machine; srun, uv or bash may not."""
+    found = Path(shutil.which(command[0]) or "")
+    return found.name.startswith(("python", "torchrun")) and found.parent == Path(sys.executable).parent
 
 
 @dataclass(frozen=True, kw_only=True)

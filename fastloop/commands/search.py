@@ -67,7 +67,8 @@ class Tuned:
 
 def search(arm: ConfigArm, what: str, place: Path, *, steps: int | None = None, warmup: int | None = None,
            limits: Limits | None = None, progress: Progress | None = None, resume: bool = False,
-           given: Given | None = None, begins: Callable[[str], None] = lambda _: None) -> Tuned:  # fmt: skip
+           given: Given | None = None, begins: Callable[[str], None] = lambda _: None,
+           stopped: Callable[[Tuned, BaseException], None] = lambda *_: None) -> Tuned:  # fmt: skip
     """Find the best value of the one number of a rung.
 
     Args:
@@ -79,13 +80,18 @@ def search(arm: ConfigArm, what: str, place: Path, *, steps: int | None = None, 
         resume: take trainings that ended in `place` on an earlier day as they are; they must be of the same search.
         given: what need not be trained; None: nothing is known.
         begins: called with the name of each training before it begins; what it raises ends the search.
+        stopped: called with what was found until then and with what is raised before the end.
 
     Raises:
         ConfigError: the arm's configuration cannot be used.
     """
     ask = Ask(steps=steps, warmup=warmup)
     bench = _Bench(arm, what, place, ask, limits=limits, progress=progress, resume=resume, begins=begins)
-    return bench.search(given)
+    try:
+        return bench.search(given)
+    except BaseException as error:
+        stopped(bench.tuned(), error)
+        raise
 
 
 class _Bench:
@@ -109,7 +115,7 @@ class _Bench:
         variation: Variation = "replayed" if self.what == "batch" else "as_it_is"
         given = given or self._first(variation)
         if given is None:
-            return self._tuned()
+            return self.tuned()
         self._base, self._queued = given.micro if self.what == "batch" else 0, given.queued
         self.points.update((value, Point(value=value, step_ms=ms)) for value, ms in given.ms.items()
                            if value not in self.points)  # fmt: skip
@@ -118,7 +124,7 @@ class _Bench:
         values = [value for value in tried if value not in self.points]
         if self.what != "workers" or len(values) <= FEW or not self._workers(values):
             self._each(values, variation)
-        return self._tuned()
+        return self.tuned()
 
     def _first(self, variation: Variation) -> Given | None:
         """The training without the rung; None where it gave no step time."""
@@ -190,7 +196,8 @@ class _Bench:
                       **asked)  # fmt: skip
         return arm.run(label, folder, ask, limits=self._limits, progress=self._progress)
 
-    def _tuned(self) -> Tuned:
+    def tuned(self) -> Tuned:
+        """From the trainings there are."""
         ms = {value: each.step_ms for value, each in self.points.items() if each.step_ms is not None}
         chosen, measured = choose(ms, TOLERANCE[self.what]), [value for value in ms if value != self._base]
         best = None if chosen == self._base else chosen

@@ -33,7 +33,13 @@ class Commands(click.Group):
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send whatever this process and its children print to stderr."""
+    """Send whatever this process and its children print to stderr.
+
+    Raises:
+        ConfigError: stdout is closed.
+    """
+    if sys.stdout is None:
+        raise ConfigError(got="--json -", why="stdout is closed", do="write --json FILE")
     sys.stdout.flush()
     kept = os.dup(1)
     try:

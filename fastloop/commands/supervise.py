@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastloop.commands import leash
+from fastloop.commands.stacks import ask, split
 
 STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
 LOOK_S = 0.5
@@ -27,7 +28,10 @@ SAY_S = 5.0
 """Between two lines of progress."""
 MOST_OUTPUT = 2**30
 """Bytes. A command that writes more than this is ended before it fills the disk."""
-TAIL_LINES = 12
+MOST_READ = 2**20
+"""Bytes of the end of stderr that are looked at: the stacks of many processes are long."""
+TAIL_LINES, BESIDE_STACKS = 12, 4
+"""Lines that are kept of it; the second beside the stacks of threads."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
 
 
@@ -54,7 +58,7 @@ class Ended:
     last_step: int | None
     """As far as its ``beat`` says."""
     tail: str
-    """The last lines of its stderr, without control sequences."""
+    """The last lines of its stderr, without control sequences; of stacks that it wrote, the innermost frames."""
 
 
 def supervise(command: Sequence[str], folder: Path, *, limits: Limits | None = None, cwd: Path | None = None,
@@ -80,7 +84,7 @@ def supervise(command: Sequence[str], folder: Path, *, limits: Limits | None = N
         with _held(leash.start(command, **settings), limits.grace_s) as (process, hold):
             why = _wait(hold, folder, limits, progress)
             if why is not None and stacks:
-                _signal(process, signal.SIGUSR2)
+                ask(process.pid)
                 _gone(hold, LOOK_S)
     step, tail = steps_done(folder)[0], last_lines(folder / STDERR)
     return Ended(code=process.returncode, cause=_cause(process.returncode, why, step, tail), last_step=step, tail=tail,
@@ -166,12 +170,13 @@ def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
     """The end of a text file, without control sequences; empty where there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 2**14))
+            file.seek(max(0, path.stat().st_size - MOST_READ))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
     kept = [line for line in _CONTROL.sub("", text.replace("\r", "\n")).splitlines() if line.strip()]
-    return "\n".join(kept[-lines:])
+    stacks, rest = split(kept)
+    return "\n".join([*stacks, *rest[-(min(lines, BESIDE_STACKS) if stacks else lines) :]])
 
 
 def _cause(code: int, why: str | None, step: int | None, tail: str) -> str | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastloop.commands.answer import Answer
+from fastloop.commands.answer import Answer, leave
 from fastloop.commands.arms import ConfigArm, Progress
 from fastloop.commands.choosing import KEYS, TOLERANCE, Point, choose, grid
 from fastloop.commands.disk import writing
@@ -54,7 +56,8 @@ def tune(conf: str, what: str, *, more: Sequence[str], overrides: Sequence[str],
             for name in (NAME, PATCH, "report.md", "report.html"):
                 (place.path / name).unlink(missing_ok=True)
             tuned = search(ConfigArm(name=config.name, job=job), what, place.path, limits=Limits(total_s=limit_s),
-                           progress=progress)  # fmt: skip
+                           progress=progress,
+                           stopped=partial(_stopped, place.path, config.name, what, begun))  # fmt: skip
             if tuned.failed is not None and not any(each.ok for each in tuned.points):
                 if tuned.failed.code == 2:
                     forget(tuned.failed.run_dir)
@@ -66,16 +69,26 @@ def tune(conf: str, what: str, *, more: Sequence[str], overrides: Sequence[str],
     return Answer(text="\n".join(lines(content)), json=content, exit_code=0 if tuned.failed is None else 1)
 
 
-def told(where: Path, name: str, what: str, tuned: Tuned, seconds: float) -> dict[str, Any]:
-    """The content of ``tune.json``."""
+def _stopped(where: Path, name: str, what: str, begun: float, tuned: Tuned, error: BaseException) -> None:
+    """Write what a search had found when it was stopped."""
+    if tuned.points:
+        with contextlib.suppress(Exception):  # it must not hide what happened
+            content = told(where, name, what, tuned, time.monotonic() - begun, ended=False)
+            leave(error, content)
+            _write(where, content)
+
+
+def told(where: Path, name: str, what: str, tuned: Tuned, seconds: float, *, ended: bool = True) -> dict[str, Any]:
+    """The content of ``tune.json``. Of a search that was stopped, nothing is chosen."""
     first = finished(where / FIRST)
     return {
         "schema": files.SCHEMA, "run_dir": str(where), "name": name, "what": what, "key": tuned.key,
         "hardware": hardware([] if first is None else [first]),
         "points": [dataclasses.asdict(each) for each in tuned.points], "as_it_is": tuned.as_it_is,
         "loaders": [{"value": value, "loader_ms": ms} for value, ms in tuned.loader_ms.items()],
-        "rest_ms": tuned.rest_ms, "tolerance_pct": 100 * TOLERANCE[what], "best": tuned.best, "yours": tuned.yours,
-        "patch": tuned.patch, "why": tuned.why, "seconds": seconds,
+        "rest_ms": tuned.rest_ms, "tolerance_pct": 100 * TOLERANCE[what], "yours": tuned.yours,
+        "best": tuned.best if ended else None, "patch": tuned.patch if ended else None,
+        "why": tuned.why if ended else "it was stopped", "seconds": seconds, "partial": not ended,
     }  # fmt: skip
 
 
@@ -91,7 +104,8 @@ def lines(content: dict[str, Any]) -> list[str]:
 def _write(where: Path, content: dict[str, Any]) -> None:
     from fastloop.report import curve
 
-    written = {NAME: files.dump(content), "report.md": curve.markdown(content), "report.html": curve.html(content)}
+    files.write(where, {NAME: files.dump(content)})  # first: to draw the reports takes seconds
+    written = curve.reports(content)
     if content["patch"] is not None:
         comment = "\n".join(f"# {line}" for line in (f"fastloop tune {content['name']} {content['what']}",
                                                      *content["why"].splitlines()))  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 from fastloop.commands import gates, passports
 from fastloop.commands.experiment import Experiment, Side
 from fastloop.commands.readback import read
+from fastloop.commands.surroundings import versions
 from fastloop.commands.trial import Trial
 from fastloop.compare import exit_code as code_of
 from fastloop.comparison import Comparison
@@ -17,13 +18,16 @@ from fastloop.config import diff
 from fastloop.report import files, versus
 
 COMPARISON = "comparison.json"
+DEVICES = {"device_name": "device", "devices": "number of devices"}
+"""What arms may differ in by intention, and what people call it."""
+_TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
 
 
 def write(experiment: Experiment, name: str, *, partial: bool) -> dict[str, Any]:
     """Judge the runs there are and write ``comparison.json`` and the reports; gives the former's content."""
     content = told(experiment, name, partial=partial)
-    files.write(experiment.place, {COMPARISON: files.dump(content), "report.md": versus.markdown(content),
-                                   "report.html": versus.html(content)})  # fmt: skip
+    files.write(experiment.place, {COMPARISON: files.dump(content)})  # first: to draw the reports takes seconds
+    files.write(experiment.place, versus.reports(content))
     on_already = experiment.base.arm.config().ladder.enabled()
     for side in experiment.sides[1:] if not partial else ():
         alone = len(side.changed_rungs) == 1 and not side.changed_keys and side.changed_rungs[0] not in on_already
@@ -89,21 +93,57 @@ def failure(side: Side) -> dict[str, Any]:
 
 
 def rank_in(tail: str) -> int | None:
-    """The rank that a stderr speaks of, where it names exactly one: ``[rank1]: Traceback …``."""
-    named = {int(number) for number in re.findall(r"\[rank:?\s?(\d+)\]", tail)}
+    """The rank that a stderr blames, where that is exactly one.
+
+    torchrun lists those that failed, and as the last of them the root cause. Otherwise it is the one with a traceback,
+    or the only one that says anything. Ranks that were told to end, because another had failed, are not meant.
+    """
+    if listed := re.findall(r"^\s*rank\s*: (\d+) \(local_rank", tail, re.MULTILINE):
+        return int(listed[-1])
+    said = [(int(found[1]), line) for line in tail.splitlines()
+            if (found := re.search(r"\[rank:?\s?(\d+)\]", line)) and not _TOLD_TO_END.search(line)]  # fmt: skip
+    named = {rank for rank, line in said if "Traceback" in line} or {rank for rank, _ in said}
     return named.pop() if len(named) == 1 else None
 
 
 def flags(sides: Sequence[Side]) -> list[str]:
-    """What makes the figures depend on the hour, or on too short a window."""
-    found: list[str] = []
+    """What makes the figures depend on the hour, or on too short a window, or on where a run was made."""
+    found = mixed(sides)
     for side in sides:
+        said: dict[str, list[int]] = {}
         for number in sorted(side.runs):
             seen = side.runs[number].measurement or {}
-            said = [*(seen.get("state") or ()), *(["the window is too short for its queues"]
-                                                  if seen.get("window_too_short") else [])]  # fmt: skip
-            found += [f"{side.name}, run {number + 1}: {each}" for each in said]
+            short = ["the window is too short for its queues"] if seen.get("window_too_short") else []
+            for each in (*(seen.get("state") or ()), *short):
+                said.setdefault(each, []).append(number + 1)
+        found += [f"{side.name}, run{'s' if len(runs) > 1 else ''} {spans(runs)}: {each}"
+                  for each, runs in said.items()]  # fmt: skip
     return found
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in few letters: 1-3, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in found)
+
+
+def mixed(sides: Sequence[Side]) -> list[str]:
+    """That runs that are compared come from several environments, and what differs."""
+    found: dict[tuple[str, str], dict[Any, None]] = {}
+    for side in sides:
+        own = side.name if any(key.startswith(("run.", "trainer.num_nodes")) for key in side.changed_keys) else ""
+        for trial in side.trials():
+            for key, value in hardware([trial]).items():
+                if value is not None:
+                    found.setdefault((own if key in DEVICES else "", key), {})[value] = None
+    several = [f"{DEVICES.get(key, key)} {' and '.join(map(str, values))}" for (_, key), values in found.items()
+               if len(values) > 1]  # fmt: skip
+    return [f"the runs are not from one environment: {', '.join(several)}"] if several else []
 
 
 def hardware(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -113,7 +153,7 @@ def hardware(trials: Sequence[Trial]) -> dict[str, Any]:
     seen, environment = trials[0].measurement or {}, read(trials[0].run_dir / "env.json") or {}
     cpu = (environment.get("hardware") or {}).get("cpu_model")
     return {"device_name": seen.get("device_name") or cpu or seen.get("device"),
-            "devices": seen.get("world_size"), **passports.versions(environment)}  # fmt: skip
+            "devices": seen.get("world_size"), **versions(environment)}  # fmt: skip
 
 
 def lines(content: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,6 +14,8 @@ from fastloop.report.summary import number, short
 from fastloop.report.tables import Table
 
 CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
+TOP = "_top"
+"""Behind the name of a ceiling: of the top, not of the naive start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,19 @@ def ceilings(content: Mapping[str, Any], key: str = "ceilings_samples_per_s") ->
     """
     found = [(said, real(part(content, key).get(name))) for name, said in CEILING.items()]
     return sorted(((said, rate) for said, rate in found if rate is not None), key=lambda entry: entry[1])
+
+
+def notes(content: Mapping[str, Any]) -> dict[str, str]:
+    """Of the ceilings that no trial has measured: name, and how each came about. Those of the top have a key to it."""
+    said = part(content, "ceilings_notes")
+    return {f"{name}{' of the top' if end else ''}": str(said[key + end]) for end in ("", TOP)
+            for key, name in CEILING.items() if said.get(key + end)}  # fmt: skip
+
+
+def broken(rungs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rungs that were faster, and yet rolled back: the training was not the same any more."""
+    return [rung for rung in rungs if rung.get("kept") is not True and (real(rung.get("measured_saved_ms")) or 0.0) > 0
+            and gates.passed(part(rung, "parity")) is False]  # fmt: skip
 
 
 def between(rung: Mapping[str, Any]) -> str:

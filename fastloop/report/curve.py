@@ -49,18 +49,9 @@ def lines(content: Mapping[str, Any]) -> list[str]:
     return flat([first, *(f"{kind:<8} {line}" for kind, line in told if line)])
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """The report as Markdown, of tune.json's content."""
-    return document.markdown(told(content))
-
-
-def html(content: Mapping[str, Any]) -> str:
-    """The report as one offline page, of tune.json's content.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    return document.html(told(content))
+def reports(content: Mapping[str, Any]) -> dict[str, str]:
+    """report.md and report.html, of tune.json's content."""
+    return document.reports(told(content))
 
 
 def verdict(content: Mapping[str, Any]) -> str:
@@ -72,6 +63,8 @@ def _headline(content: Mapping[str, Any]) -> tuple[str, str]:
     key = str(content.get("key") or content.get("what") or "n/a")
     if content.get("best") is not None:
         return "BEST", f"{key} = {_said(content['best'])}"
+    if content.get("partial"):
+        return "NOT FINISHED", key
     return ("NOTHING TO GAIN FROM" if any(point.ok for point in points(content)) else "NO VALUE RAN OF"), key
 
 

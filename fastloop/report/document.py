@@ -12,7 +12,7 @@ from typing import Any
 from fastloop.report import markdown as setting
 from fastloop.report import svg
 from fastloop.report.figures import Picture
-from fastloop.report.html import render
+from fastloop.report.html import page, render
 from fastloop.report.tables import Table
 
 WIDE, NARROW = 900.0, 340.0
@@ -58,10 +58,21 @@ class Document:
     """What the figures may be used for."""
 
 
-def markdown(told: Document) -> str:
-    """The report as Markdown; its pictures are in the page only."""
+def reports(told: Document) -> dict[str, str]:
+    """report.md and report.html, by name. Where the page cannot be made, there is none, and report.md says why."""
+    made, note = page(lambda: html(told))
+    return {"report.md": markdown(told, note), **made}
+
+
+def markdown(told: Document, note: str = "") -> str:
+    """The report as Markdown; its pictures are in the page only.
+
+    Args:
+        note: what the reader should know about the report itself.
+    """
     parts = [f"# fastloop {told.kind}", setting.fenced("\n".join(told.lines)), setting.plain(told.lede),
-             *map(setting.plain, told.also), *map(_section, told.sections), setting.plain(told.closing)]  # fmt: skip
+             *map(setting.plain, told.also), *map(_section, told.sections), setting.plain(note),
+             setting.plain(told.closing)]  # fmt: skip
     return svg.printable("\n\n".join(filter(None, parts))) + "\n"
 
 
@@ -84,14 +95,14 @@ def html(told: Document) -> str:
     from markupsafe import Markup
 
     reasons = sorted({picture.why_not for picture in told.pictures if picture.why_not})
-    page = {
+    content = {
         "name": told.kind, "verdict": told.verdict, "tone": told.tone, "why": told.lede, "run": told.run,
         "also": told.also, "flags": told.flags, "picture_title": told.picture_title, "sections": told.sections,
         "pictures": [Markup(picture.markup) for picture in told.pictures if picture.markup],
         "no_picture": f"The picture could not be drawn: {'; '.join(reasons)}." if reasons else told.no_picture,
         "disclaimer": told.closing,
     }  # fmt: skip
-    return render("document.html.jinja", page)
+    return render("document.html.jinja", content)
 
 
 def drawn(name: str, title: str, words: str, make: Callable[[float], Any]) -> tuple[Picture, ...]:

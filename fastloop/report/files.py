@@ -117,7 +117,7 @@ def run_files(
     """
     told: dict[str, Any] = {"changed_yaml": changed_yaml, "environment": environment, "left_out": left_out,
                             "name": name, "then": then, "later": later}  # fmt: skip
-    page, note = _page(seen, plan, verdicts, findings, told)
+    page, note = html.page(lambda: html.report(seen, plan, verdicts, findings, **told))
     return {
         "config.resolved.yaml": config_yaml, "config.diff.yaml": changed_yaml, "env.json": dump(environment),
         "plan.json": dump(plan_json(plan)), "measurement.json": dump(measurement_json(seen)),
@@ -125,11 +125,3 @@ def run_files(
         "report.md": markdown.report(seen, plan, verdicts, findings, **told, note=note), **page,
     }  # fmt: skip
 
-
-def _page(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: Sequence[Finding],
-          told: Mapping[str, Any]) -> tuple[dict[str, str], str]:  # fmt: skip
-    """report.html, or nothing and the reason: a report for the eyes must not cost the other files."""
-    try:
-        return {"report.html": html.report(seen, plan, verdicts, findings, **told)}, ""
-    except Exception as error:
-        return {}, f"There is no report.html: {type(error).__name__}: {error}"

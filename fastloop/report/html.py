@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -61,6 +61,14 @@ def render(template: str, page: Mapping[str, Any]) -> str:
                               loader=jinja2.FunctionLoader(source),
                               finalize=lambda value: printable(value) if type(value) is str else value)  # fmt: skip
     return made.get_template(template).render(page)
+
+
+def page(make: Callable[[], str]) -> tuple[dict[str, str], str]:
+    """report.html, or nothing and the reason (jinja2 is missing, say): it must not cost the other files."""
+    try:
+        return {"report.html": make()}, ""
+    except Exception as error:
+        return {}, f"There is no report.html: {type(error).__name__}: {error}"
 
 
 def _head(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str], name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Where parity failed, no ratio stands in a headline: another training may well be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastloop.report import gates
@@ -14,6 +14,8 @@ from fastloop.report.readings import real
 
 WORDS = ("FASTER", "NO DIFFERENCE", "INCONCLUSIVE", "INSUFFICIENT", "SLOWER", "PARITY FAILED", "FAILED")
 """The best first."""
+ALPHA = 0.05
+"""Of an experiment, as in `stats`, and of a comparison where the file does not say."""
 BAND_PCT = 3.0
 """What nobody cares about, where the file does not say."""
 
@@ -70,7 +72,16 @@ def between(comparison: Mapping[str, Any]) -> str:
 def level(comparison: Mapping[str, Any]) -> str:
     """How often the interval covers the truth."""
     alpha = real(comparison.get("alpha"))
-    return f"{100 * (1 - (0.05 if alpha is None else alpha)):.4g} %"
+    return f"{100 * (1 - (ALPHA if alpha is None else alpha)):.4g} %"
+
+
+def together(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    """That several arms share one error rate; empty of a single one, and of an older file, where each had its own."""
+    spent = [real(one.get("alpha")) for one in comparisons]
+    if len(spent) < 2 or sum(ALPHA if each is None else each for each in spent) > ALPHA * (1 + 1e-9):
+        return ""
+    return (f"{len(spent)} arms are judged together: each interval at {level(comparisons[0])}, so that all of them hold"
+            f" at once at {100 * (1 - ALPHA):g} %")  # fmt: skip
 
 
 def band_pct(content: Mapping[str, Any]) -> float:

@@ -29,7 +29,9 @@ CLOSING = "Only the confirmed ratio may be quoted: it comes from fresh runs that
 def lines(content: Mapping[str, Any]) -> list[str]:
     """What the terminal shows, verdict first: at most 14 lines, of climb.json's content."""
     kept, back = _sorted(content)
-    limits = ", ".join(f"{name} {short(rate)}" for name, rate in climbed.ceilings(content))
+    how = climbed.notes(content)
+    limits = ", ".join(f"{name} {short(rate)}{f' ({how[name]})' if name in how else ''}"
+                       for name, rate in climbed.ceilings(content))  # fmt: skip
     kinds: list[tuple[str, list[str]]] = [
         ("PROOF" if part(content, "confirmed") else "WHY", [_why(content)]), ("RATE", [_rates(content)]),
         ("KEPT", [f"{rung.get('rung')}: {climbed.saved(rung)}" for rung in kept]),
@@ -46,23 +48,14 @@ def lines(content: Mapping[str, Any]) -> list[str]:
     return flat([first, *(f"{kind:<8} {line}" for kind, said in kinds for line in said)])
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """The report as Markdown, of climb.json's content."""
-    return document.markdown(told(content))
-
-
-def html(content: Mapping[str, Any]) -> str:
-    """The report as one offline page, of climb.json's content.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    return document.html(told(content))
+def reports(content: Mapping[str, Any]) -> dict[str, str]:
+    """report.md and report.html, of climb.json's content."""
+    return document.reports(told(content))
 
 
 def verdict(content: Mapping[str, Any]) -> str:
     """The headline: the confirmed ratio, or what is missing for one."""
-    kept, _ = _sorted(content)
+    kept, back = _sorted(content)
     confirmed = part(content, "confirmed")
     if confirmed:
         said = judged.headline(confirmed)
@@ -70,7 +63,9 @@ def verdict(content: Mapping[str, Any]) -> str:
     if kept:
         return f"{len(kept)} RUNG{'' if len(kept) == 1 else 'S'} KEPT, NOTHING CONFIRMED"
     tried = bool(content.get("rungs")) or "budget" not in str(content.get("stopped") or "budget")
-    return "NOTHING TO GAIN" if tried and not content.get("partial") else "NOT FINISHED"
+    if not tried or content.get("partial"):
+        return "NOT FINISHED"
+    return "NOTHING KEPT: PARITY FAILED" if climbed.broken(back) else "NOTHING TO GAIN"
 
 
 def told(content: Mapping[str, Any]) -> Document:
@@ -139,9 +134,9 @@ def _why(content: Mapping[str, Any]) -> str:
     kept, back = _sorted(content)
     if kept:
         return f"Nothing is confirmed yet; {SCREEN}"
-    if back:
-        return "No rung looked faster with its parity held"
-    return str(content.get("stopped") or "No rung was tried")
+    if found := climbed.broken(back):
+        return f"Not the same training any more, though faster: {', '.join(str(rung.get('rung')) for rung in found)}"
+    return str(content.get("stopped") or "no rung was tried").removeprefix("nothing to gain: ")
 
 
 def _rates(content: Mapping[str, Any]) -> str:
@@ -164,7 +159,8 @@ def _limits(content: Mapping[str, Any]) -> Table:
     first, last = (dict(climbed.ceilings(content, key)) for key in ("ceilings_samples_per_s",
                                                                     "ceilings_top_samples_per_s"))  # fmt: skip
     rows = [(name, number(first.get(name)), number(last.get(name))) for name in {**first, **last}]
-    note = "Each from a trial with a cost taken away. With other arithmetic the top may pass those of the naive start."
+    but = "".join(f"; {name} {how}" for name, how in climbed.notes(content).items())
+    note = f"Each from a trial with a cost taken away{but}. With other arithmetic the top may pass those of the start."
     return Table(title="Ceilings", head=("if", "naive samples/s", "top samples/s"), rows=tuple(rows), numeric=(1, 2),
                  note=note if rows else "n/a: none was measured.")  # fmt: skip
 

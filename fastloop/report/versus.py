@@ -38,6 +38,7 @@ def lines(content: Mapping[str, Any]) -> list[str]:
     more = [f"  {_claim(one, arm)}" for one, arm in told[1:]]
     kinds: list[tuple[str, list[str]]] = [
         ("RATE", _rate(content, best)), ("PARITY", _parity(best)), ("WHY", _why(content, best)), ("", more),
+        ("ARMS", [judged.together(entries(content, "comparisons"))]),
         ("INACTIVE", inactive(content)), ("FLAG", ["; ".join(map(str, content.get("flags") or ()))]),
         ("FAILED", failures(content)), ("ON", [", ".join(machine(part(content, "hardware")))]),
         ("FILES", [str(content.get("run_dir") or "")]),
@@ -50,18 +51,9 @@ def lines(content: Mapping[str, Any]) -> list[str]:
                                           for line in said)])  # fmt: skip
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """The report as Markdown, of comparison.json's content."""
-    return document.markdown(told(content))
-
-
-def html(content: Mapping[str, Any]) -> str:
-    """The report as one offline page, of comparison.json's content.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    return document.html(told(content))
+def reports(content: Mapping[str, Any]) -> dict[str, str]:
+    """report.md and report.html, of comparison.json's content."""
+    return document.reports(told(content))
 
 
 def ranked(content: Mapping[str, Any]) -> list[Pair]:
@@ -84,9 +76,11 @@ def told(content: Mapping[str, Any]) -> Document:
     setting = (str(content.get("name") or ""), _against(content, best), *machine(part(content, "hardware")))
     partial = ["PARTIAL: the experiment did not end"] if content.get("partial") else []
     parity = gates.line(part(best[0], "parity")) if best else ""
+    together = judged.together(entries(content, "comparisons"))
     return Document(
         kind="A/B", verdict=said[:1] + said[1:].lower(), tone=judged.tone(said), lede=_lede(content, best),
-        also=tuple(filter(None, [f"Parity: {parity}." if parity else "", *(_claim(*pair) for pair in found[1:])])),
+        also=tuple(filter(None, [f"Parity: {parity}." if parity else "", *(_claim(*pair) for pair in found[1:]),
+                                 together and f"{together}."])),
         lines=tuple(lines(content)), run=tuple(filter(None, setting)), pictures=rates.draw(content),
         flags=(*partial, *map(str, content.get("flags") or ())), picture_title="Every run, and what they say",
         no_picture="n/a: no run finished.", sections=_sections(content, found), closing=CLOSING,
@@ -140,18 +134,29 @@ def _rate(content: Mapping[str, Any], best: Pair | None) -> list[str]:
     one = best[0]
     sure = "no interval"
     if judged.interval(one) is not None:
-        sure = f"interval {judged.between(one)}, {judged.level(one)}"
+        sure = f"interval of the ratio {judged.between(one)}, {judged.level(one)}"
     mde = real(one.get("mde_pct"))
     visible = "" if mde is None else f"; smallest visible difference {number(mde)} %"
-    return [f"{', '.join(said)} ({_count(shown)}, {sure}){visible}"]
+    return [f"{', '.join(said)} ({_count(shown)}; {sure}){visible}{_other_way(one, shown)}"]
+
+
+def _other_way(one: Mapping[str, Any], arms: Sequence[Mapping[str, Any]]) -> str:
+    """What to say where a ratio is claimed and the medians beside it say the opposite."""
+    middles, ratio = [middle(arm) for arm in arms], real(one.get("ratio"))
+    if len(middles) < 2 or not middles[0] or not middles[1] or ratio is None:
+        return ""
+    if judged.word(one) not in ("FASTER", "SLOWER") or (middles[1] - middles[0]) * (ratio - 1) >= 0:
+        return ""
+    return "; the medians point the other way, for only the ratio takes out the order of the runs"
 
 
 def _count(arms: Sequence[Mapping[str, Any]]) -> str:
     """How many runs the figures stand on."""
     counts = [len(arm.get("samples_per_s") or ()) for arm in arms]
+    of = "medians of " if max(counts) > 1 else ""
     if len(set(counts)) == 1:
-        return f"{counts[0]} run{'' if counts[0] == 1 else 's'} of each"
-    return f"{' and '.join(map(str, counts))} runs"
+        return f"{of}{counts[0]} run{'' if counts[0] == 1 else 's'} of each"
+    return f"{of}{' and '.join(map(str, counts))} runs"
 
 
 def _parity(best: Pair | None) -> list[str]:
@@ -222,4 +227,5 @@ def _comparisons(found: Sequence[Pair]) -> Table:
             for one, arm in found]  # fmt: skip
     head = ("arm", "verdict", "ratio", "interval", "level", "smallest visible", "why")
     return Table(title="Against the base", head=head, rows=tuple(rows), numeric=(2, 3, 4, 5),
-                 note="" if rows else "n/a: nothing was compared.")  # fmt: skip
+                 note="The ratio takes out the order of the runs, which medians do not." if rows else
+                 "n/a: nothing was compared.")  # fmt: skip

@@ -41,6 +41,10 @@ class Machine:
     wrong: frozenset[str] = frozenset()
     """Rungs that change the gradient."""
     planned_off: Mapping[str, str] = field(default_factory=dict)
+    shows: Mapping[str, str] = field(default_factory=dict)
+    """Rungs that the training without them shows to be refused, and why."""
+    shuffles: frozenset[str] = frozenset()
+    """Rungs that see other samples."""
     classes: Mapping[str, Parity] = field(default_factory=lambda: {
         "amp": "approximate", "layout": "approximate", "fused": "approximate", "compile": "approximate",
         "batch": "approximate"})  # fmt: skip
@@ -138,7 +142,7 @@ class MadeUpLab:
             inactive=off, workers=machine.workers(stack) if ask.variation == "as_it_is" else 0,
             launch_bound=False, waits_ms=noise * machine.loader_ms(stack),
             copies_ms=0.0 if machine.has("prefetch", stack) or not machine.tells_copies else machine.copy_ms,
-            classes={rung: machine.classes.get(rung, "exact") for rung in stack},
+            classes={rung: machine.classes.get(rung, "exact") for rung in stack}, refused=machine.shows,
         )  # fmt: skip
 
     def _count(self, noise: float, stack: Stack, ask: Ask) -> Seen:
@@ -151,6 +155,11 @@ class MadeUpLab:
                 break
         off = {rung: why for rung, why in self.machine.planned_off.items() if rung in stack}
         return Seen(seconds=START_S + 4 * len(found), loaders_ms=found, skipped=off, fill_read=True)
+
+    def ledger(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]]) -> Outcome:
+        other = (set(arm) - set(base)) & self.machine.shuffles
+        gate = Gate(name="ledger", passed=not other, why="step 0 saw other samples" if other else "equal")
+        return Outcome(parity_class="exact", passed=False if other else None, why=f"ledger: {gate.why}", gates=(gate,))
 
     def gates(self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Seen, Seen]], *, what: str,
               need_s: float) -> Outcome:  # fmt: skip

@@ -16,6 +16,7 @@ from fastloop.commands.outdir import hold
 from fastloop.config import load
 from fastloop.errors import ConfigError
 from fastloop.report import files
+from tests.commands.command_line import CommandLine, strictly
 from tests.commands.made_arms import MadeArm
 
 
@@ -47,14 +48,23 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (asked("amp", base=None), "there is no base"),
     (asked("amp", script="nowhere.py", base=None), "there is no such file"),
     (asked("amp", script="train.py"), "there are two bases"),
+    (asked("cifar10"), "it is a recipe, and a --vs is a patch, rung or ladder"),
+    (asked("amp+layout"), "several patches are told apart by commas"),
+    (asked("amp", base="train.py"), "it is a script, and the base is a configuration"),
 ], ids=["no arm", "nothing", "only watching", "idle setting", "twins",
         "seed", "steps", "no such rung", "no base", "no script",
-        "two bases"])  # fmt: skip
+        "two bases", "a recipe", "a sum", "a script"])  # fmt: skip
 def test_what_is_refused(request_: Request, why: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     error = refused(request_)
     assert why in error.why or why in str(error)
     assert error.do and not list(tmp_path.glob("fastloop-runs/*/*")), "nothing is left behind"
+
+
+def test_what_was_meant_is_said() -> None:
+    assert refused(asked("amp + layout,trainer.benchmark=true")).do == "write amp,layout"
+    meant = "write fastloop ab --script train.py --vs amp --vs trainer.token=***"
+    assert refused(asked("amp", "trainer.token=hunter2", base="train.py")).do == meant
 
 
 def test_a_typing_error_in_a_patch_is_an_error_before_anything_runs(tmp_path: Path) -> None:
@@ -123,11 +133,16 @@ def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> N
     assert "stays where it is" in refused(asked("amp"), resume=str(tmp_path), out="y").why
 
 
-@pytest.mark.parametrize(("option", "text"), [("runs", "0"), ("runs", "1"), ("runs", "many"), ("steps", "-3")])
-def test_numbers_of_the_command_line(option: str, text: str) -> None:
+@pytest.mark.parametrize(("option", "text", "why"), [
+    ("runs", "0", "neither auto nor a number"), ("runs", "many", "neither auto nor a number"),
+    ("runs", "1", "no verdict can come of fewer than 3"), ("runs", "2", "no verdict can come of fewer than 3"),
+    ("steps", "-3", "neither auto nor a number"),
+])  # fmt: skip
+def test_numbers_of_the_command_line(option: str, text: str, why: str) -> None:
     given = {"runs": "5", "steps": "auto", option: text}
-    with pytest.raises(ConfigError, match=f"--{option} {text}"):
+    with pytest.raises(ConfigError, match=f"--{option} {text}\n.*{why}"):
         ab.request(base="cifar10", overrides=(), vs=(), more=(), **given)
+    assert ab.request(base="cifar10", overrides=(), vs=(), more=(), runs="3", steps="auto").runs == 3
     fine = ab.request(base="run.seed=1", overrides=("a.b=2",), vs=(), more=(), runs="auto", steps="9", script="x.py")
     assert (fine.runs, fine.steps, fine.base, fine.overrides) == ("auto", 9, None, ("run.seed=1", "a.b=2"))
 
@@ -155,13 +170,16 @@ def test_everything_is_written_and_the_answer_is_the_file(monkeypatch: pytest.Mo
     assert len(amp.calls) == 2 * again, "an earlier experiment's runs are not taken for this one's"
 
 
-def test_stopped_it_leaves_a_partial_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Stops(MadeArm):
-        def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
-            if folder.name == "run-3":
-                raise KeyboardInterrupt
-            return super().run(label, folder, *rest, **more)
+class Stops(MadeArm):
+    """An arm at whose fourth run somebody has had enough."""
 
+    def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
+        if folder.name == "run-3":
+            raise KeyboardInterrupt
+        return super().run(label, folder, *rest, **more)
+
+
+def test_stopped_it_leaves_a_partial_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made(monkeypatch, MadeArm(), Stops(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
     with pytest.raises(KeyboardInterrupt):
         ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
@@ -177,6 +195,56 @@ def test_a_base_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
     assert failed.value.exit_code == 1 and "boom" in str(failed.value)
     assert json.loads((tmp_path / "here" / "comparison.json").read_text())["failures"][0]["arm"] == "base"
+
+
+@pytest.mark.parametrize("to", ["out.json", "-"])
+@pytest.mark.parametrize(("base", "amp", "code"), [
+    (MadeArm(fails_at=-1), MadeArm, 1), (MadeArm(), Stops, 130),
+], ids=["the base failed", "interrupted"])  # fmt: skip
+def test_what_there_is_becomes_the_json_too(base: MadeArm, amp: Any, code: int, to: str, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch,
+                                            capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    fastloop = CommandLine(tmp_path, capfd, monkeypatch)
+    made(monkeypatch, base.but(), amp(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    said = fastloop("ab", "cifar10", "--vs", "amp", "--steps", "40", "--out", "here", "--json", to)
+    written = (tmp_path / "here" / "comparison.json").read_text()
+    assert said.code == code and (said.json if to == "-" else strictly(Path(to).read_text())) == json.loads(written)
+    assert said.out == "" or to == "-"
+    assert ("the base failed" if code == 1 else "fastloop: interrupted") in said.err
+
+
+def test_it_goes_on_only_where_it_began(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `MadeArm` says of its machine: torch 2.11.0."""
+
+    def go_on(torch: str) -> Any:
+        monkeypatch.setattr("fastloop.facts.environment", lambda *_: {"versions": {"torch": torch}})
+        amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True})
+        made(monkeypatch, MadeArm(), amp)
+        return amp, lambda: ab.ab(asked("amp", steps=40), out=None, force=False, resume="here",
+                                  progress=lambda _: None)  # fmt: skip
+
+    made(monkeypatch, MadeArm(), Stops(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    with pytest.raises(KeyboardInterrupt):
+        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    amp, resumed = go_on("2.12.0")
+    with pytest.raises(ConfigError, match=r"its runs are from torch 2\.11\.0, this is 2\.12\.0"):
+        resumed()
+    assert amp.calls == [] and not (tmp_path / "here" / ".lock").exists()
+    amp, resumed = go_on("2.11.0")
+    assert resumed().json["partial"] is False and dict(amp.calls).keys() == {"run-3", "run-4"}
+
+
+@pytest.mark.parametrize(("command", "asked_for"), [("train.py", True), ("bash train.sh", False)])
+def test_a_script_is_asked_where_it_surely_runs_here(command: str, asked_for: bool, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    (tmp_path / "train.py").touch()
+    looked: list[Path] = []
+    monkeypatch.setattr(ab, "refuse_others", lambda place, folders: looked.append(place))
+    script = asked("amp", base=None, script=command, steps=40)
+    for resume in (None, "here"):
+        made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+        ab.ab(script, out="here", force=False, resume=resume, progress=lambda _: None)
+    assert looked == [Path("here")] * asked_for
 
 
 def test_a_refused_plan_leaves_its_directory_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

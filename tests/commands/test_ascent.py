@@ -123,6 +123,17 @@ def test_a_plan_that_says_no_is_said() -> None:
     assert row["ended"] == "inactive" and row["why"] == "the model has no 2-D convolution" and not row["kept"]
 
 
+def test_what_the_start_shows_to_be_refused_costs_nothing() -> None:
+    shows = {"layout": "the model has no 2-D convolution", "pin": "the loader already pins its memory"}
+    lab = MadeUpLab(Machine(decode_ms=3, shows=shows))
+    climb = ascent(lab)
+    climb.climb()
+    rows = {row["try"]: row for row in climb.rows if row["try"] in shows}
+    assert {key: row["why"] for key, row in rows.items()} == shows
+    assert all(row["ended"] == "inactive" and row["patch"]["rungs"] for row in rows.values())
+    assert not any("layout" in at or "pin" in at for at in lab.ran) and "amp" in climb.stack
+
+
 def test_what_changes_the_training_needs_leave() -> None:
     machine = Machine(decode_ms=3, classes={"batch": "changes-training"})
     climb = ascent(MadeUpLab(machine, best={"batch": 256}))

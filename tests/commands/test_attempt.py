@@ -94,6 +94,14 @@ def test_what_is_slow_in_the_first_pair_gets_no_second() -> None:
     assert sum("screen" in at for at in lab.ran) == 2
 
 
+def test_other_samples_in_the_first_pair_need_no_second() -> None:
+    lab = MadeUpLab(Machine(noise=0.0, shuffles=frozenset({"amp"})))
+    row = tried(lab, AMP).row
+    assert row["ended"] == "parity" and row["why"] == "ledger: step 0 saw other samples" and row["runs"] == 1
+    assert row["parity"]["passed"] is False and [gate["name"] for gate in row["parity"]["gates"]] == ["ledger"]
+    assert lab.ran == ["01-x/predict-1", "01-x/screen-1-base", "01-x/screen-2-arm"], "and no gradient"
+
+
 class _Slower(MadeUpLab):
     def _train(self, at: str, stack: Any, ask: Any) -> Seen:
         self.machine.factors = {"amp": 2.0} if "screen" in at else {"amp": 0.5}

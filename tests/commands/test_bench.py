@@ -148,6 +148,14 @@ def test_another_host_with_the_same_device_goes_on(world: World, clock: Clock, t
     assert run(another, at="01-amp/screen-1-base").ok and len(world.asked) == 2
 
 
+def test_a_rung_that_the_configuration_forbids_is_no_end(world: World, clock: Clock, tmp_path: Path) -> None:
+    bench, _ = made(tmp_path, clock)
+    bench.job = bench.job.but("trainer.precision=32-true")
+    found = run(bench)
+    assert "trainer.precision" in found.skipped["amp"] and "rungs.amp is enabled and owns it" in found.skipped["amp"]
+    assert world.asked == [] and list(tmp_path.iterdir()) == []
+
+
 # -- searching --------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +226,21 @@ def test_a_ledger_that_differs_needs_no_gradient(
     bench, _ = made(tmp_path, clock)
     gate["ledger"] = False
     assert judged(world, bench).passed is False and gate["folders"] == []
+
+
+def test_the_samples_of_one_pair_need_no_training(
+    world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path
+) -> None:
+    bench, _ = made(tmp_path, clock)
+    first = pairs(world, bench)[:1]
+    assert bench.ledger({}, AMP, first).passed is not False and passports.of("amp") == []
+    gate["ledger"] = False
+    found = bench.ledger({}, AMP, first)
+    assert found.passed is False and [each.name for each in found.gates] == ["ledger"] and world.asked == []
+    (passport,) = passports.of("amp")
+    assert passport["passed"] is False and passport["runs"] == 1
+    world.plan = {"parity_class": "changes-training", "rungs": []}
+    assert bench.ledger({}, AMP, pairs(world, made(tmp_path / "b", clock)[0])[:1]).gates == ()
 
 
 def test_another_training_claims_no_parity(world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path) -> None:

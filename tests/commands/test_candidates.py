@@ -71,6 +71,8 @@ def test_no_ceiling_nothing_to_gain() -> None:
     assert choice(peak) == "nothing to gain: no ceiling is above 3 %"
     found = choice(peak, row("amp", "kept"))
     assert found == "no ceiling is above 3 %", "something was gained on the way"
+    faster = {"measured_saved_ms": 5.0, "parity": {"passed": False}}
+    assert choice(peak, row("amp", "parity", **faster)) == "no ceiling is above 3 %", "something could be gained"
 
 
 # -- again or never ---------------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def test_tf32_is_for_those_whom_bf16_breaks() -> None:
 
 
 def test_a_loader_with_workers_keeps_its_number() -> None:
-    found = choice(WAITS.but(workers=4), start=Start(on_cuda=True, loader_workers=4))
+    found = choice(WAITS.but(workers=4), start=Start(on_cuda=True, refused={"workers": "already has 4 workers"}))
     assert isinstance(found, Candidate) and found.rung == "workers" and found.refused
     assert "already has 4 workers" in found.refused
 
@@ -125,9 +127,12 @@ def test_workers_that_start_anew_each_epoch_may_persist() -> None:
     assert isinstance(found, Candidate) and found.patches[0]["rungs"]["workers"]["persistent"] is True
 
 
-def test_without_cuda_there_is_no_copy_to_hide() -> None:
-    found = choice(WAITS, row("workers", "crashed"), start=Start(micro_batch=64, rank_batch=256))
-    assert isinstance(found, Candidate) and found.rung == "pin" and "needs CUDA" in (found.refused or "")
+def test_what_the_start_shows_to_be_refused_says_so() -> None:
+    start = Start(micro_batch=64, rank_batch=256, refused={"pin": "needs CUDA"})
+    found = choice(WAITS, row("workers", "crashed"), start=start)
+    assert isinstance(found, Candidate) and found.rung == "pin" and found.refused == "needs CUDA"
+    found = choice(WAITS, row("workers", "crashed"), row("pin", "inactive"), start=start)
+    assert isinstance(found, Candidate) and found.rung == "prefetch" and found.refused is None
 
 
 @pytest.mark.parametrize(

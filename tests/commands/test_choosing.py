@@ -142,6 +142,14 @@ def test_what_is_said_claims_no_speed_up() -> None:
     assert "; alone, its loader takes 44 with 1, 9 with 4, and all else 11 ms; a search is no proof" in alone
 
 
+def test_what_was_trained_on_replayed_batches_says_so() -> None:
+    points = [Point(value=8, step_ms=45.0), Point(value=64, step_ms=40.0)]
+    assert "ms without batch; of trainings on replayed batches, " in said(points, 64, what="batch", base=8)
+    assert "of trainings on replayed batches" in said(points[:1] + [Point(value=64, step_ms=50.0)], None, what="batch",
+                                                      base=8)  # fmt: skip
+    assert "replayed" not in said([Point(value=0, step_ms=45.0), points[1]], 64, what="prefetch")
+
+
 def test_the_users_word_stands() -> None:
     points = [Point(value=0, step_ms=45.0), Point(value=3, step_ms=15.0), Point(value=4, step_ms=12.0)]
     assert "3 is what you wrote, and stands until you lay the patch on top" in said(points, 4, yours=3)

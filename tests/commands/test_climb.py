@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from fastloop.commands import climb as command
-from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.answer import Answer, Failed, left
 from fastloop.commands.budget import Spent
 from fastloop.commands.climb import climb
 from fastloop.commands.lab import Seen
@@ -99,6 +100,24 @@ def test_a_climb_and_its_headline(pretend: Callable[..., Any], tmp_path: Path) -
         assert kept[0] in (tmp_path / "a" / name).read_text()
 
 
+def test_without_jinja2_there_is_all_but_the_page(
+    pretend: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    pretend()
+    assert asked(out="a").exit_code == 0
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"climb.json", "ladder.yaml", "report.md"}
+    assert "There is no report.html: ModuleNotFoundError" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_a_rung_that_is_faster_and_breaks_the_training_is_not_nothing_to_gain(pretend: Callable[..., Any]) -> None:
+    pretend(Machine(decode_ms=1, copy_ms=0, factors={"amp": 0.5}, noise=0.0, wrong=frozenset({"amp"})))
+    answer = asked(out="a")
+    found = content(answer)
+    assert found["stack"] == {"rungs": {}} and "nothing to gain" not in found["stopped"]
+    assert answer.text.splitlines()[0].startswith("fastloop NOTHING KEPT: PARITY FAILED") and answer.exit_code == 0
+
+
 def test_its_ladder_is_replayed_without_a_search(pretend: Callable[..., Any], tmp_path: Path) -> None:
     pretend()
     found = content(asked(out="a"))
@@ -184,7 +203,7 @@ def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callab
     assert found["ceilings_notes"]["resident"].startswith("as replayed: copies take 1 ms of ")
     pretend(Machine(decode_ms=3, device_ms=400, copy_ms=1))
     again = content(asked(resume="a"))
-    assert again["stack"]["rungs"] and set(again["ceilings_notes"]) == {"resident"}
+    assert again["stack"]["rungs"] and set(again["ceilings_notes"]) == {"resident", "resident_top"}
     assert again["ceilings_samples_per_s"]["resident"] == again["ceilings_samples_per_s"]["replayed"]
 
 
@@ -196,9 +215,10 @@ def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Pa
             return super().run(at, *rest, **more)
 
     pretend(lab_class=Stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         asked(out="a")
     found = json.loads((tmp_path / "a" / "climb.json").read_text())
+    assert json.loads(json.dumps(left(raised.value))) == found, "for --json"
     assert found["partial"] is True and found["stopped"] == "it was stopped" and found["naive"]["step_ms"]
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
 
@@ -216,6 +236,7 @@ def test_a_start_that_fails(pretend: Callable[..., Any], tmp_path: Path) -> None
     with pytest.raises(Failed) as raised:
         asked(out="a")
     assert raised.value.exit_code == 1 and "Bad" in str(raised.value) and "no luck" in str(raised.value)
+    assert (left(raised.value) or {})["stopped"] == "failed: no luck", "for --json"
     assert json.loads((tmp_path / "a" / "climb.json").read_text())["stopped"] == "failed: no luck"
 
 

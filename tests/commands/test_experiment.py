@@ -93,6 +93,28 @@ def test_another_training_is_named_by_its_gate_and_trained_no_further(tmp_path: 
     assert len(runs(amp)) == runs_done and verdict.exit_code(done) == 3
 
 
+def test_what_saw_other_samples_is_not_even_asked_for_its_gradient(tmp_path: Path) -> None:
+    base, amp = BASE.but(), AMP.but(wrong="ledger")
+    (found,) = carried_out(tmp_path, base, amp).comparisons()
+    assert [name for name, _ in amp.calls] == ["plan", "run-0"] and "parity" not in dict(base.calls)
+    assert [gate.name for gate in found.parity.gates] == ["ledger", "loss"]
+
+
+@pytest.mark.parametrize(("runs_", "alpha"), [(5, 0.05 / 3), ("auto", 0.05 / 12)])
+def test_arms_are_judged_together_those_included_that_failed(tmp_path: Path, runs_: Any, alpha: float) -> None:
+    layout = MadeArm(name="layout", overrides=("rungs.layout.enabled=true",), verdicts={"layout": True})
+    dead = MadeArm(name="fused", overrides=("rungs.fused.enabled=true",), fails_at=0)
+    rows = verdict.told(carried_out(tmp_path, AMP.but(), layout, dead, runs=runs_), "x", partial=False)["comparisons"]
+    assert [row["alpha"] for row in rows] == pytest.approx([alpha] * 3)
+    alone = carried_out(tmp_path / "alone", AMP.but(), runs=5)
+    assert alone.alpha == 0.05
+    if runs_ == 5:
+        (single,) = verdict.told(alone, "x", partial=False)["comparisons"]
+        assert single["ratio"] == pytest.approx(rows[0]["ratio"], rel=0.02)
+        assert rows[0]["ci95"][1] - rows[0]["ci95"][0] > 1.1 * (single["ci95"][1] - single["ci95"][0])
+        assert rows[0]["mde_pct"] > 1.1 * single["mde_pct"]
+
+
 def test_a_loss_that_is_not_finite_fails_also_what_claims_no_parity(tmp_path: Path) -> None:
     amp = AMP.but(wrong="nan", parity_class="changes-training")
     done = carried_out(tmp_path, amp)

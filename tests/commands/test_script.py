@@ -14,7 +14,7 @@ import pytest
 
 from fastloop.commands import script, supervise
 from fastloop.commands.arms import Arm, Ask
-from fastloop.commands.script import ScriptArm, command_of
+from fastloop.commands.script import ScriptArm, command_of, under_this_python
 from fastloop.commands.supervise import Ended, Limits
 from fastloop.commands.trial import Trial, finished
 from fastloop.config import diff
@@ -34,6 +34,19 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arm(args: str = "", **settings: Any) -> ScriptArm:
     return ScriptArm(name="arm", command=command_of(str(TRAIN), args), **settings)
+
+
+def test_what_surely_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for place, name in ((own, "python"), (own, "torchrun"), (own, "srun"), (other, "python3")):
+        place.mkdir(exist_ok=True)
+        (place / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", os.pathsep.join((str(own), str(other))))
+    assert under_this_python([str(own / "python"), "x.py"]) and under_this_python(["torchrun", "x.py"])
+    assert not under_this_python(["python3", "x.py"]), "of another environment"
+    assert not under_this_python(["srun", "python", "x.py"]), "maybe of another machine"
+    assert not under_this_python(["nothing"])
 
 
 def told(path: Path) -> dict[str, Any]:

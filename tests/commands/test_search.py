@@ -255,7 +255,7 @@ def test_a_known_start_may_stay_the_best(tuned: Callable[..., Tuned]) -> None:
 
 
 def test_who_asked_may_end_it_before_any_training(tuned: Callable[..., Tuned]) -> None:
-    world, begun = World(workers({0: 40, 1: 30, 2: 20})), list[str]()
+    world, begun, found = World(workers({0: 40, 1: 30, 2: 20})), list[str](), list[Tuned]()
 
     def begins(label: str) -> None:
         begun.append(label)
@@ -263,8 +263,9 @@ def test_who_asked_may_end_it_before_any_training(tuned: Callable[..., Tuned]) -
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        tuned(world, "workers", begins=begins)
+        tuned(world, "workers", begins=begins, stopped=lambda until_then, _: found.append(until_then))
     assert begun == ["as-it-is", "workers-1"] and world.asked == ["as-it-is"]
+    assert [each.value for each in found[0].points] == [0] and len(found) == 1, "what there was until then"
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------

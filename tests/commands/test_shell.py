@@ -108,8 +108,30 @@ def test_last_words(error: BaseException, said: str, code: int) -> None:
     assert found == code and (said in text if said else text == "")
 
 
-def test_a_full_disk_is_no_fault_of_ours() -> None:
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "--json", "-"]], ids=["text", "json"])
+def test_a_full_disk_is_no_fault_of_ours_and_no_success(arguments: list[str], buffered: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "fastloop", "recipes", "--json", "-"], stdout=full,
-                              stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
-    assert "fault of fastloop's" not in done.stderr and "disk" in done.stderr and done.returncode == 1
+        done = subprocess.run([sys.executable, "-m", "fastloop", *arguments], stdout=full, stderr=subprocess.PIPE,
+                              text=True, check=False, env={**os.environ, "PYTHONUNBUFFERED": buffered})  # fmt: skip
+    assert "fastloop: got what it answers\n  why it cannot be written: No space" in done.stderr
+    assert "Traceback" not in done.stderr and done.returncode == 1
+
+
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "--json", "-"]], ids=["text", "json"])
+def test_that_nobody_reads_on_is_no_failure(arguments: list[str], buffered: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run([sys.executable, "-m", "fastloop", *arguments], stdout=writes, stderr=subprocess.PIPE,
+                              text=True, check=False, env={**os.environ, "PYTHONUNBUFFERED": buffered})  # fmt: skip
+    finally:
+        os.close(writes)
+    assert done.returncode == 0 and "Broken" not in done.stderr and "fault" not in done.stderr
+
+
+def test_an_object_for_a_closed_stdout_is_refused() -> None:
+    asked = [sys.executable, "-m", "fastloop", "recipes", "--json", "-"]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *asked], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2 and "fastloop: got --json -\n  why stdout is closed" in done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fastloop.commands import supervise as seam
+from fastloop.commands.stacks import FRAMES
 from fastloop.commands.supervise import Ended, Limits, last_lines, steps_done, supervise
 from tests.commands.command_line import ROOT, wait_for
 from tests.commands.test_leash import gone, pids, python
@@ -128,6 +129,30 @@ def test_a_hung_python_says_where_it_stands(tmp_path: Path) -> None:
              "def waits_for_ever():\n    time.sleep(60)\nwaits_for_ever()")  # fmt: skip
     assert "waits_for_ever" in ended(hangs, tmp_path, limits={"total_s": 1}, stacks=True).tail
     assert "waits_for_ever" not in ended(hangs, tmp_path, limits={"total_s": 1}).tail
+
+
+def test_it_says_the_innermost_frames_of_each_process_and_little_else(tmp_path: Path) -> None:
+    hangs = ("import faulthandler, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR2)\n"
+             "def outermost(depth):\n    deeper(depth)\n"
+             "def deeper(depth):\n    deeper(depth - 1) if depth else waits() if os.fork() else sticks()\n"
+             "def waits():\n    time.sleep(60)\n"
+             "def sticks():\n    time.sleep(60)\n"
+             "for line in range(99):\n    print('noise', line, file=sys.stderr)\noutermost(20)")  # fmt: skip
+    found = ended(hangs, tmp_path, limits={"total_s": 1.5}, stacks=True)
+    lines = found.tail.splitlines()
+    assert sum(line.startswith("Current thread") for line in lines) == 2
+    assert lines[1].endswith(" in waits") and any(line.endswith(" in sticks") for line in lines), "parents first"
+    assert "outermost" not in found.tail and lines[-1] == "noise 98" and "noise 95\n" in found.tail
+    assert len(lines) == 2 * (1 + FRAMES + 1) + seam.BESIDE_STACKS
+
+
+def test_a_crash_says_the_innermost_frames(tmp_path: Path) -> None:
+    crashes = ("import faulthandler, os\nfaulthandler.enable()\n"
+               "def deeper(depth):\n    deeper(depth - 1) if depth else crashes()\n"
+               "def crashes():\n    os.kill(os.getpid(), 11)\ndeeper(30)")  # fmt: skip
+    found = ended(crashes, tmp_path)
+    assert found.cause == "killed by SIGSEGV" and " in crashes\n" in found.tail
+    assert "Fatal Python error: Segmentation fault" in found.tail
 
 
 def test_progress_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 from fastloop.commands import search as searching
 from fastloop.commands import tune as command
-from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.answer import Answer, Failed, left
 from fastloop.commands.choosing import Point
 from fastloop.commands.search import Tuned
 from fastloop.commands.trial import Trial
@@ -80,6 +81,16 @@ def test_the_patch_and_the_curve(pretend: Callable[[Tuned], Any], tmp_path: Path
     assert content["patch"] == FOUND.patch and content["as_it_is"] == 0 and content["tolerance_pct"] == 2
 
 
+def test_without_jinja2_there_is_all_but_the_page(
+    pretend: Callable[[Tuned], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    pretend(FOUND)
+    assert asked("workers").exit_code == 0
+    assert {path.name for path in Path("a").iterdir()} == {"tune.json", "patch.yaml", "report.md"}
+    assert "There is no report.html: ModuleNotFoundError" in Path("a", "report.md").read_text()
+
+
 def test_the_patch_file_can_be_laid_on_top(pretend: Callable[[Tuned], Any]) -> None:
     pretend(FOUND)
     asked("workers")
@@ -104,6 +115,34 @@ def test_values_that_all_fail_are_told_and_exit_1(pretend: Callable[[Tuned], Any
     assert answer.exit_code == 1 and "no luck" in answer.text and Path("a", "tune.json").is_file()
 
 
+def test_stopped_it_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: Any, stopped: Callable[[Tuned, BaseException], None], **__: Any) -> Tuned:
+        stop = KeyboardInterrupt()
+        stopped(FOUND, stop)
+        raise stop
+
+    monkeypatch.setattr(command, "search", search)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        asked("workers")
+    assert (left(raised.value) or {})["partial"] is True, "for --json"
+    found = json.loads(Path("a", "tune.json").read_text())
+    assert found["partial"] is True and [each["value"] for each in found["points"]] == [0, 1, 2]
+    assert found["best"] is None and found["patch"] is None and not Path("a", "patch.yaml").exists()
+    assert "fastloop NOT FINISHED rungs.workers.count" in Path("a", "report.md").read_text()
+
+
+def test_stopped_before_anything_ran_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def search(*_: Any, stopped: Callable[[Tuned, BaseException], None], **__: Any) -> Tuned:
+        stop = KeyboardInterrupt()
+        stopped(Tuned(key=FOUND.key), stop)
+        raise stop
+
+    monkeypatch.setattr(command, "search", search)
+    with pytest.raises(KeyboardInterrupt):
+        asked("workers")
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +158,13 @@ def test_without_the_training_as_it_is(
         asked("workers")
     assert raised.value.exit_code == exit_code and str(raised.value) == said
     assert list(tmp_path.iterdir()) == [], "what never began leaves nothing"
+
+
+def test_a_training_too_short_to_measure_says_so(pretend: Callable[[Tuned], Any]) -> None:
+    short = Trial(name="as-it-is", ok=True, cause=None, seconds=1, run_dir=Path("a") / "as-it-is", code=0)
+    pretend(Tuned(key=FOUND.key, points=POINTS[1:2], failed=short))
+    with pytest.raises(Failed, match="the run failed: it was too short to measure a rate"):
+        asked("workers")
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,78 @@ def test_the_top_copies_the_first_comparison(tmp_path: Path) -> None:
     json.dumps(content, allow_nan=False)
 
 
-def test_throttling_and_short_windows_are_flagged_with_their_run(tmp_path: Path) -> None:
+def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(tmp_path: Path) -> None:
     made = done(tmp_path, amp())
-    seen = made.sides[1].runs[1].measurement
-    assert seen is not None and verdict.flags(made.sides) == []
-    seen["state"], seen["window_too_short"] = ["the GPU's clocks were held back: hw_thermal 12 %"], True  # type: ignore[index]
-    assert verdict.flags(made.sides) == ["amp, run 2: the GPU's clocks were held back: hw_thermal 12 %",
+    seen: Any = made.sides[1].runs[1].measurement
+    assert verdict.flags(made.sides) == []
+    seen["state"], seen["window_too_short"] = ["the GPU's clocks were held back: hw_thermal 12 %"], True
+    for number in (0, 1, 2):
+        base: Any = made.base.runs[number].measurement
+        base["window_too_short"] = True
+    assert verdict.flags(made.sides) == ["base, runs 1-3: the window is too short for its queues",
+                                         "amp, run 2: the GPU's clocks were held back: hw_thermal 12 %",
                                          "amp, run 2: the window is too short for its queues"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("numbers", "said"), [([4], "4"), ([1, 2, 3], "1-3"), ([1, 3, 4, 7], "1, 3-4, 7")])
+def test_numbers_in_few_letters(numbers: list[int], said: str) -> None:
+    assert verdict.spans(numbers) == said
+
+
+def test_runs_of_several_environments_are_flagged_with_what_differs(tmp_path: Path) -> None:
+    made = done(tmp_path, amp(), MadeArm(name="two", overrides=("run.devices=2",)))
+    for trial in made.sides[2].trials():  # by intention
+        measured: Any = trial.measurement
+        measured["world_size"] = 2
+    assert verdict.mixed(made.sides) == []
+    other = made.base.runs[2]
+    (other.run_dir / "env.json").write_text(json.dumps({"versions": {"torch": "2.10.0"}, "driver": None}))
+    seen: Any = other.measurement
+    seen["device_name"] = "another GPU"
+    assert verdict.mixed(made.sides) == [
+        "the runs are not from one environment: device a GPU and another GPU, torch 2.11.0 and 2.10.0"]
+    again: Any = made.sides[2].runs[1].measurement
+    again["world_size"] = 4
+    (flag,) = verdict.told(made, "x", partial=False)["flags"]
+    assert "number of devices 2 and 4" in flag, "a wish for two is no wish for four"
+
+
+TORCHRUN = """\
+Failures:
+[1]:
+  time      : 2026-11-20_10:00:02
+  host      : node
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 41)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_10:00:01
+  host      : node
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 42)
+  traceback : Signal 9 (SIGKILL) received by PID 42
+"""
+LIGHTNING = """\
+    raise ValueError("no such label")
+[rank1]: ValueError: no such label
+[rank: 1] Child process with PID 77 terminated with code 1. Forcefully terminating all other processes to avoid zombies
+[rank: 0] Received SIGTERM: 15
+"""
+FIRST_RANK = """\
+[rank0]: Traceback (most recent call last):
+[rank0]: ValueError: no such label
+[rank: 2] Received SIGTERM: 15
+[rank: 2] Child process with PID 78 terminated with code -15. Forcefully terminating all other processes
+"""
 
 
 @pytest.mark.parametrize(("tail", "rank"), [
     ("[rank3]: Traceback\n[rank3]: boom", 3), ("[rank1]: x\n[rank2]: y", None), ("boom", None), ("[rank: 7] x", 7),
-])  # fmt: skip
+    (TORCHRUN, 3), (LIGHTNING, 1), (FIRST_RANK, 0), ("[rank: 0] Received SIGTERM: 15", None),
+    ("[rank2]: Traceback (most recent call last):\n[rank2]: boom\n[rank0]: the store is gone", 2),
+    ("[rank1]: Traceback\n[rank0]: Traceback", None),
+    ("[rank: 1] Child process with PID 77 terminated with code -9. Forcefully terminating", 1),
+], ids=["torch", "two", "none", "Lightning", "torchrun", "a child raised", "the first raised", "only told to end",
+        "one traceback", "two tracebacks", "a child was killed"])  # fmt: skip
 def test_the_rank_that_failed_is_named_where_there_is_one(tail: str, rank: int | None) -> None:
     assert verdict.rank_in(tail) == rank

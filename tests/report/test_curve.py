@@ -16,7 +16,8 @@ from tests.report.test_html import Page
 @pytest.mark.parametrize("run", sorted(TUNES))
 def test_any_content_makes_a_whole_report(run: str) -> None:
     content = TUNES[run]()
-    page, text = Page(curve.html(content)), curve.markdown(content)
+    both = curve.reports(content)
+    page, text = Page(both["report.html"]), both["report.md"]
     assert page.wrong == [] and page.open == [] and "script" not in page.tags
     assert "could not be drawn" not in page.said and not re.search(r"\b(nan|inf)\b", page.said)
     assert page.tags.count("svg") == (0 if run == "nothing" else 2) and curve.CLOSING in text
@@ -45,9 +46,9 @@ def test_the_headline(content: dict[str, Any], said: str) -> None:
 
 
 def test_the_patch_is_yaml_to_copy() -> None:
-    page = curve.html(TUNES["workers"]())
+    page = curve.reports(TUNES["workers"]())["report.html"]
     assert re.search(r'<pre class="copy"[^>]*>rungs:\n  workers:\n    enabled: true\n    count: 8</pre>', page)
-    assert "YAML patch" not in curve.html(TUNES["all-failed"]())
+    assert "YAML patch" not in curve.reports(TUNES["all-failed"]())["report.html"]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,13 @@ def test_values_that_stand_too_close_are_not_all_named() -> None:
     assert "1" in narrow and "32" in narrow and len(narrow) < len(wide) - 10
 
 
+def test_a_search_that_was_stopped_has_no_verdict() -> None:
+    content = TUNES["workers"]() | {"partial": True, "best": None, "patch": None, "why": "it was stopped"}
+    assert curve.verdict(content) == "NOT FINISHED rungs.workers.count"
+    assert curve.lines(content)[0].endswith("PARTIAL: the search did not end")
+
+
 def test_no_speed_up_is_claimed() -> None:
     for run in TUNES.values():
-        assert not re.search(r"\d(\.\d+)?x\b|speed-up of|faster", Page(curve.html(run() | {"hardware": {}})).said)
+        page = Page(curve.reports(run() | {"hardware": {}})["report.html"])
+        assert not re.search(r"\d(\.\d+)?x\b|speed-up of|faster", page.said)

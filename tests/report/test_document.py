@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -42,6 +43,18 @@ def test_html_has_every_part_in_order() -> None:
     places = [said.index(part) for part in parts]
     assert places == sorted(places) and page.wrong == [] and page.open == [] and '<header class="good">' in text
     assert page.tags.count("h1") == 1 and text.startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("reason", ["jinja2", "markupsafe"])
+def test_without_a_page_the_markdown_says_why(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = document.reports(told(closing="The end."))
+    assert set(both) == {"report.md", "report.html"} and "There is no" not in both["report.md"]
+    monkeypatch.setitem(sys.modules, reason, None)
+    alone = document.reports(told(closing="The end."))
+    assert set(alone) == {"report.md"}
+    note, closing = alone["report.md"].strip().splitlines()[-3::2]
+    assert note.startswith(f"There is no report.html: ModuleNotFoundError: import of {reason}")
+    assert closing == "The end."
 
 
 def test_what_is_hostile_stays_text() -> None:

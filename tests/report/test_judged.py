@@ -48,5 +48,11 @@ def test_the_level(alpha: float | None, said: str) -> None:
     assert judged.level({"alpha": alpha}) == said
 
 
+def test_arms_are_judged_together_where_the_file_says_so() -> None:
+    assert judged.together([{"alpha": 0.0125}] * 4).startswith("4 arms are judged together: each interval at 98.75 %")
+    assert judged.together([{"alpha": 0.05}] * 2) == "" == judged.together([{"alpha": None}] * 2)
+    assert judged.together([{"alpha": 0.0125}]) == "" == judged.together([])
+
+
 def test_the_band_is_settable() -> None:
     assert judged.band_pct({}) == 3.0 and judged.band_pct({"band_pct": 1.5}) == 1.5

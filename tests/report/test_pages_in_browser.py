@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from fastloop.report import curve, staircase, versus
+from fastloop.report import curve, document, staircase, versus
+from fastloop.report.document import Document
 from tests.report import browser
 from tests.report.browser import Browser
 from tests.report.experiments import AB, CLIMBS, TUNES
 
 WIDTHS = (375, 1280)
-PAGES: dict[str, Callable[[], str]] = {
-    **{f"ab-{run}": lambda run=run: versus.html(AB[run]()) for run in ("six", "huge", "same")},  # type: ignore[misc]
-    **{f"climb-{run}": lambda run=run: staircase.html(CLIMBS[run]()) for run in ("climbed", "long")},  # type: ignore[misc]
-    **{f"tune-{run}": lambda run=run: curve.html(TUNES[run]()) for run in ("names", "linear")},  # type: ignore[misc]
+PAGES: dict[str, Callable[[], Document]] = {
+    **{f"ab-{run}": lambda run=run: versus.told(AB[run]()) for run in ("six", "huge", "same")},  # type: ignore[misc]
+    **{f"climb-{run}": lambda run=run: staircase.told(CLIMBS[run]()) for run in ("climbed", "long")},  # type: ignore[misc]
+    **{f"tune-{run}": lambda run=run: curve.told(TUNES[run]()) for run in ("names", "linear")},  # type: ignore[misc]
 }  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Browser:
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_no_page_scrolls_sideways_and_no_label_lies_over_another(chromium: Browser, name: str) -> None:
-    looks: list[Any] = chromium.look(PAGES[name](), *WIDTHS)
+    looks: list[Any] = chromium.look(document.html(PAGES[name]()), *WIDTHS)
     assert [(seen.view, seen.width) for seen in looks] == [(width, width) for width in WIDTHS]
     assert [seen.overlaps for seen in looks] == ["", ""]
     assert looks[0].height > looks[1].height > 500

@@ -12,6 +12,7 @@ import yaml
 from fastloop import config
 from fastloop.report import staircase
 from fastloop.report.svg import printable
+from fastloop.report.tables import Table
 from tests.report.experiments import BROKEN, CLAIMLESS, CLIMBS, JAPANESE, climb, rung
 from tests.report.samples import HOSTILE
 from tests.report.test_html import Page
@@ -27,14 +28,15 @@ RATIO = re.compile(r"\d(\.\d+)?x\b")
 def test_the_headline(run: str, said: str, tone: str) -> None:
     content = CLIMBS[run]()
     assert staircase.verdict(content) == said and staircase.lines(content)[0].startswith(f"fastloop {said}")
-    assert f'<header class="{tone}">' in staircase.html(content)
+    assert f'<header class="{tone}">' in staircase.reports(content)["report.html"]
 
 
 @pytest.mark.parametrize("run", ["screened", "long", "none-kept", "unproven", "nulls"])
 def test_without_a_confirmation_there_is_no_ratio_at_all(run: str) -> None:
     content = CLIMBS[run]() | {"hardware": {}}
     ladder = staircase.ladder_yaml(content)
-    text = "\n".join(staircase.lines(content)) + Page(staircase.html(content)).said + staircase.markdown(content)
+    both = staircase.reports(content)
+    text = "\n".join(staircase.lines(content)) + Page(both["report.html"]).said + both["report.md"]
     assert not RATIO.search(text) and not RATIO.search(ladder)
     assert RATIO.search(staircase.ladder_yaml(CLIMBS["climbed"]())), "the pattern would find one"
 
@@ -51,6 +53,23 @@ def test_a_budget_that_ran_out_is_not_nothing_to_gain() -> None:
     assert staircase.verdict(climb([], 743.0, stopped="the budget is gone")) == "NOT FINISHED"
     assert staircase.verdict(climb([], 743.0, stopped="no ceiling is above 3 %")) == "NOTHING TO GAIN"
     assert staircase.verdict(climb([], 743.0, partial=True)) == "NOT FINISHED"
+
+
+def test_nothing_to_gain_has_its_reason_beneath() -> None:
+    none = climb([rung("amp", 743, -2, kept=False)], 743.0, stopped="nothing to gain: no ceiling is above 3 %")
+    assert staircase.lines(none)[0].startswith("fastloop NOTHING TO GAIN ")
+    assert staircase.lines(none)[1] == "WHY      no ceiling is above 3 %"
+    assert staircase.told(none).lede == "no ceiling is above 3 %"
+
+
+def test_a_faster_rung_that_broke_the_training_is_not_nothing_to_gain() -> None:
+    lost = rung("amp", 743, 200, kept=False, parity=BROKEN)
+    content = climb([lost, rung("pin", 743, -2, kept=False, parity=BROKEN)], 743.0, stopped="no rung is left")
+    assert staircase.verdict(content) == "NOTHING KEPT: PARITY FAILED"
+    assert staircase.lines(content)[1] == "WHY      Not the same training any more, though faster: amp"
+    assert '<header class="unknown">' in staircase.reports(content)["report.html"]
+    slower = climb([rung("pin", 743, -2, kept=False, parity=BROKEN)], 743.0)
+    assert staircase.verdict(slower) == "NOTHING TO GAIN"
 
 
 @pytest.mark.parametrize("run", sorted(CLIMBS))
@@ -75,7 +94,8 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     content = CLIMBS[run]()
-    text, page = staircase.markdown(content), Page(staircase.html(content))
+    both = staircase.reports(content)
+    text, page = both["report.md"], Page(both["report.html"])
     plain = " ".join(text.replace("\\", "").split())
     cells = [" ".join(printable(cell).split()) for section in staircase.told(content).sections if section.table
              for row in section.table.rows for cell in row]  # fmt: skip
@@ -84,10 +104,30 @@ def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     assert " ".join(staircase.ladder_yaml(content).split()) in page.said
 
 
+def ceilings(content: dict[str, Any]) -> Table:
+    (table,) = [section.table for section in staircase.told(content).sections if section.title == "Ceilings"]
+    assert table is not None
+    return table
+
+
+def test_a_ceiling_that_no_trial_has_measured_says_so() -> None:
+    measured = CLIMBS["climbed"]()
+    assert ceilings(measured).note.startswith("Each from a trial with a cost taken away. ")
+    notes = {"resident": "as replayed: copies take 1 ms", "resident_top": "as replayed: copies take 2 ms"}
+    content = measured | {"ceilings_notes": notes}
+    assert ceilings(content).note.startswith(
+        "Each from a trial with a cost taken away; resident batch as replayed: copies take 1 ms; resident batch of the"
+        " top as replayed: copies take 2 ms. ")  # fmt: skip
+    assert any(line.endswith("resident batch 2,720 (as replayed: copies take 1 ms) samples/s")
+               for line in staircase.lines(content))  # fmt: skip
+    text = staircase.reports(content)
+    assert all("copies take 2 ms" in text[name] for name in ("report.md", "report.html"))
+
+
 def test_ceilings_of_both_ends_stand_side_by_side() -> None:
     content = CLIMBS["climbed"]() | {"ceilings_top_samples_per_s": {"resident": 2650.0, "no_exchange": 2640.0}}
-    (table,) = [section.table for section in staircase.told(content).sections if section.title == "Ceilings"]
-    assert table is not None and table.rows == (("replayed batches", "2,697.0", "n/a"),
+    table = ceilings(content)
+    assert table.rows == (("replayed batches", "2,697.0", "n/a"),
                                                 ("resident batch", "2,720.0", "2,650.0"),
                                                 ("no exchange", "n/a", "2,640.0"))  # fmt: skip
 

@@ -25,8 +25,8 @@ def test_the_whole_answer() -> None:
     content["failures"] = [{"arm": "amp", "run": 2, "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
     assert versus.lines(content) == [
         "fastloop FASTER 1.32x   resnet50: base vs amp",
-        "RATE     base 343 samples/s, amp 453 (5 runs of each, interval 1.29 to 1.35, 95 %); smallest visible"
-        " difference 3.1 %",
+        "RATE     base 343 samples/s, amp 453 (medians of 5 runs of each; interval of the ratio 1.29 to 1.35, 95 %);"
+        " smallest visible difference 3.1 %",
         "PARITY   approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)",
         "INACTIVE amp: pin (needs CUDA): no credit",
         "FLAG     a foreign process was there",
@@ -44,7 +44,7 @@ def test_the_whole_answer() -> None:
 def test_the_headline(run: str, said: str) -> None:
     content = AB[run]()
     assert re.split(" {3}|$", versus.lines(content)[0])[0] == f"fastloop {said}"
-    assert f"<h1>{said[:1]}{said[1:].lower()}</h1>" in versus.html(content)
+    assert f"<h1>{said[:1]}{said[1:].lower()}</h1>" in versus.reports(content)["report.html"]
 
 
 @pytest.mark.parametrize("run", sorted(AB))
@@ -60,7 +60,7 @@ def test_at_most_fourteen_lines_and_every_failure_in_them(run: str) -> None:
 @pytest.mark.parametrize("run", ["parity", "one-run", "same", "base-failed"])
 def test_no_ratio_is_claimed_where_none_is_shown(run: str) -> None:
     content = AB[run]()
-    (header,) = re.findall(r"<header.*?</header>", versus.html(content), flags=re.S)
+    (header,) = re.findall(r"<header.*?</header>", versus.reports(content)["report.html"], flags=re.S)
     assert not any(RATIO.search(line) for line in versus.lines(content)) and not RATIO.search(header)
     assert RATIO.search(versus.lines(AB["faster"]())[0]), "the pattern would find one"
 
@@ -85,14 +85,38 @@ def test_a_shown_parity_goes_before_a_larger_ratio_without_one() -> None:
 def test_unequal_numbers_of_runs_are_said() -> None:
     content = AB["faster"]()
     content["arms"][1]["samples_per_s"].pop()
-    assert "(5 and 4 runs, interval" in versus.lines(content)[1]
-    assert "(1 run of each, no interval)" in versus.lines(AB["one-run"]())[1]
+    assert "(medians of 5 and 4 runs; interval" in versus.lines(content)[1]
+    assert "(1 run of each; no interval)" in versus.lines(AB["one-run"]())[1]
+
+
+def test_medians_that_point_the_other_way_are_explained() -> None:
+    def rate(ratio: float, arm: float, **more: Any) -> str:
+        return versus.lines(made({"base": 344.0, "b": arm}, [judged("b", ratio, **more)]))[1]
+
+    said = "the medians point the other way, for only the ratio takes out the order of the runs"
+    assert said in rate(1.32, 300.0) and said in rate(0.8, 400.0)
+    assert said not in rate(1.32, 400.0) and said not in rate(0.8, 300.0)
+    assert said not in rate(1.01, 300.0, half=0.2), "no ratio is claimed"
+
+
+def test_arms_that_are_judged_together_say_so() -> None:
+    def told(alpha: float, arms: int = 3) -> tuple[str, str]:
+        names = [f"arm{number}" for number in range(arms)]
+        content = made({"base": 1.0, **dict.fromkeys(names, 1.3)}, [judged(name, 1.3, alpha=alpha) for name in names])
+        return "\n".join(versus.lines(content)), versus.reports(content)["report.md"]
+
+    said = "3 arms are judged together: each interval at 98.33 %, so that all of them hold at once at 95 %"
+    lines, report = told(0.05 / 3)
+    assert f"ARMS     {said}" in lines and f"{said}." in report.replace("\\", "")
+    assert "each interval at 99.58 %" in told(0.05 / 12)[0], "with looks"
+    assert "together" not in told(0.05)[0], "an older file: each for itself"
+    assert "together" not in told(0.05, arms=1)[0]
 
 
 @pytest.mark.parametrize("run", sorted(AB))
 def test_both_reports_hold_every_cell(run: str) -> None:
     content = AB[run]()
-    text, page = versus.markdown(content), Page(versus.html(content))
+    text, page = versus.reports(content)["report.md"], Page(versus.reports(content)["report.html"])
     plain = " ".join(text.replace("\\", "").split())
     document = versus.told(content)
     rows = [row for section in document.sections if section.table for row in section.table.rows]
@@ -105,7 +129,7 @@ def test_both_reports_hold_every_cell(run: str) -> None:
 
 
 def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
-    text = versus.html(AB["six"]())
+    text = versus.reports(AB["six"]())["report.html"]
     page = Page(text)
     assert not {"script", "link", "iframe", "img", "object"} & set(page.tags) and "<script>alert('x')" in page.said
     assert set(re.findall(r"\w{1,20}://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg",
@@ -115,16 +139,16 @@ def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
 
 
 def test_failures_have_their_stderr_and_unknowns_are_na() -> None:
-    said = Page(versus.html(AB["six"]())).said
+    said = Page(versus.reports(AB["six"]())["report.html"]).said
     assert "Failed: broken" in said and "Traceback <script>" in said and "torch.OutOfMemoryError" in said
-    assert "n/a: no run finished." in Page(versus.html(AB["base-failed"]())).said
+    assert "n/a: no run finished." in Page(versus.reports(AB["base-failed"]())["report.html"]).said
     row = next(row for row in versus._arms(AB["six"]()).rows if row[0] == "broken")
     assert row == ("broken", "n/a", "n/a", "n/a", "n/a", "0", "none", "none", "out of memory")
 
 
 def test_how_it_was_done_is_said() -> None:
     content: dict[str, Any] = AB["faster"]() | {"command": "fastloop ab resnet50 --vs amp"}
-    text = versus.markdown(content)
+    text = versus.reports(content)["report.md"]
     assert "300 steps a run, 100 of them before the window." in text and "fastloop ab resnet50 --vs amp" in text
     assert "four times out of five" in text and "rungs.amp.enabled" in text
 

@@ -1,0 +1,82 @@
+"""Where a silent command stands: its processes are asked by SIGUSR2, and those that listen write their threads' stacks.
+
+faulthandler writes up to 100 frames of every thread, the innermost first: told apart here from what else was written,
+and cut down to what tells where it hangs. Source: https://docs.python.org/3/library/faulthandler.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+FRAMES, STACKS = 8, 3
+"""Frames shown of a stack, and different stacks shown at most: a training process, its workers, a worker that hangs."""
+MOST_ASKED, EACH_S = 40, 0.05
+"""Processes asked, and the time each gets to write before the next is asked, lest their lines mix."""
+_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
+_FRAME = re.compile(r"  (File .*, line \S+ in .+|<.*>|\.\.\.|Garbage-collecting)")
+
+
+def ask(leash: int) -> None:
+    """Ask what a leash holds, parents before their children. Who has no handler for SIGUSR2 would end of it: not asked.
+
+    Args:
+        leash: its process id.
+    """
+    with contextlib.suppress(psutil.Error):
+        listening = [child.pid for child in psutil.Process(leash).children(recursive=True) if _listens(child.pid)]
+        for pid in listening[:MOST_ASKED]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGUSR2)
+                time.sleep(EACH_S)
+
+
+def _listens(pid: int) -> bool:
+    if sys.platform != "linux":  # elsewhere it cannot be told
+        return True
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+    return False
+
+
+def split(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The stacks that lines hold, cut down, and the lines that are no part of a stack.
+
+    Of each process the thread that took the signal, which is the main one, or that crashed; equal stacks once.
+    """
+    stacks: list[tuple[str, list[str]]] = []
+    rest, inside = [], False
+    for line in lines:
+        if (found := _THREAD.fullmatch(line)) is not None:
+            stacks.append((found[1], []))
+            inside = True
+        elif inside and _FRAME.fullmatch(line):
+            stacks[-1][1].append(line)
+        else:
+            inside = False
+            rest.append(line)
+    current = [frames for name, frames in stacks if name == "Current thread"] or [frames for _, frames in stacks[-1:]]
+    return _told(current), rest
+
+
+def _told(stacks: Sequence[Sequence[str]]) -> list[str]:
+    """Lines for them, in the order in which they were written."""
+    shown = [(*stack[:FRAMES], *(["  ..."] if len(stack) > FRAMES else [])) for stack in stacks]
+    count = Counter(shown)
+    lines = []
+    for stack, times in list(count.items())[:STACKS]:
+        where = f", in {times} processes" if times > 1 else ""
+        lines += [f"Current thread (most recent call first){where}:", *stack]
+    if len(count) > STACKS:
+        lines.append(f"and {len(count) - STACKS} other stacks")
+    return lines
