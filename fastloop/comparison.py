@@ -68,7 +68,7 @@ class Comparison:
     ratio: float | None = None
     """Samples per second of the arm over the base's; drift of the machine taken out."""
     ci95: tuple[float, float] | None = None
-    """Interval of the ratio; at a stricter level where the experiment could have ended early."""
+    """Interval of the ratio; at a stricter level where the experiment has several arms or could have ended early."""
     mde_pct: float | None = None
     """The smallest difference that this many runs would have shown, four times out of five."""
     alpha: float = 0.05

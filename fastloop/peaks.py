@@ -6,7 +6,8 @@ GeForce cards that is half the printed figure. A chip that is not listed has no 
 
 Source, where the maker prints them (here per GPU):
   H200, H100, GH200  https://www.nvidia.com/en-us/data-center/h200/ · /h100/ · /grace-hopper-superchip/ (halved)
-  B200               https://www.nvidia.com/en-us/data-center/hgx/ and /dgx-b200/ (eight GPUs; halved)
+  B200               https://www.nvidia.com/en-us/data-center/hgx/ and /dgx-b200/ (eight GPUs; halved). Memory as the
+                     DGX B200 datasheet has it, 64 TB/s; the one of the HGX B200 prints 62, 7.7 for each
   A100               https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf
   A10, A30, A40      https://www.nvidia.com/en-us/data-center/products/a10-gpu/ · a30-gpu/ · ../a40/
   L4, L40, L40S      https://www.nvidia.com/en-us/data-center/l4/ · /l40/ · /l40s/
@@ -14,6 +15,9 @@ Source, where the maker prints them (here per GPU):
   RTX 3090, A6000    NVIDIA Ampere GA102 GPU architecture, whitepaper, appendices A and B
   RTX 4090, 6000 Ada NVIDIA Ada GPU architecture, whitepaper, appendices A and B
   RTX 5090           NVIDIA RTX Blackwell GPU architecture, whitepaper, appendix A
+All but RTX 6000 Ada were held against a second table too (Lightning's `fabric/utilities/throughput.py`, copies of the
+datasheets). Where they differ, the other one prints sparse figures, a pair of GPUs (H100 NVL) or the 16-bit rate
+without tensor cores.
 """
 
 from __future__ import annotations

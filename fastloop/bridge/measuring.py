@@ -16,6 +16,7 @@ from fastloop.bridge.logmarks import SELF_LOG
 from fastloop.bridge.watch import Watch
 from fastloop.evidence.clock import Window
 from fastloop.evidence.parts import COMPUTE
+from fastloop.evidence.pauses import pauses
 from fastloop.measurement import GPU_READINGS, PARTS, Measurement
 from fastloop.worked import worked
 
@@ -24,6 +25,8 @@ SAMPLED = ("h2d", *COMPUTE)
 MOST_HOOKS = 5
 GARBAGE = "garbage_collection"
 """Among the evidence: what passes of Python's collector cost a step, as a part of ``host_other``, and how many."""
+PAUSES = "pauses"
+"""Likewise: single long steps, how many, and what they add to the mean one, whatever part of it they came in."""
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
 
 
@@ -50,8 +53,10 @@ def measured(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapp
     timed = {"first_step": watch.clock.opened_at + 1, **_rates(watch, window, world_size),
              **_times(window, traced.get("comm_exposed_ms") if world_size > 1 else None)}  # fmt: skip
     if watch.garbage.passes:
-        common["evidence"] = {**evidence, GARBAGE: {"ms_per_step": 1e3 * window.garbage_s,
-                                                    "passes": watch.garbage.passes}}  # fmt: skip
+        evidence = {**evidence, GARBAGE: {"ms_per_step": 1e3 * window.garbage_s, "passes": watch.garbage.passes}}
+    if (long := pauses(window.step_s)) is not None:
+        evidence = {**evidence, PAUSES: {"ms_per_step": 1e3 * long.s_per_step, "steps": long.steps}}
+    common["evidence"] = evidence
     seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], world_size)})
     rates = about.get("rates")
     return worked(seen, gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from fastloop.commands.readback import read
 from fastloop.config import load
 from fastloop.errors import ConfigError
 from fastloop.shipped import is_file, shipped
@@ -32,3 +37,20 @@ def by_script(trace: int | None) -> str:
         return f"run your script again, with FastLoop(...) as you want it or by fastloop exec; {none}"
     return (f'run your script again with FastLoop({{"watch": {{"trace_steps": {trace}}}}}), or by fastloop exec with'
             f" watch.trace_steps: {trace} in its --config; {none}")  # fmt: skip
+
+
+def to_prove(where: Path, patch: Mapping[str, Any]) -> str:
+    """The command that finds out whether a patch makes this run faster; a script's name as far as the run knows it."""
+    rungs: Mapping[str, Mapping[str, Any]] = patch.get("rungs") or {}
+    named = [rung for rung, settings in rungs.items() if settings == {"enabled": True}]
+    keys = [f"rungs.{rung}.{key}={json.dumps(value)}" for rung, settings in rungs.items() if rung not in named
+            for key, value in settings.items()]  # fmt: skip
+    conf = configuration(where)
+    base = _script(where) if conf is None else shlex.quote(str(conf))
+    return f"fastloop ab {base} --vs {','.join([*named, *keys])}"
+
+
+def _script(where: Path) -> str:
+    argv = [str(each) for each in (read(where / "env.json") or {}).get("argv") or ()]
+    script, *given = argv if argv and argv[0].endswith(".py") else ["train.py"]
+    return f"--script {shlex.quote(script)}" + (f" --args {shlex.quote(shlex.join(given))}" if given else "")

@@ -25,6 +25,7 @@ from fastloop.commands.disk import writing
 from fastloop.commands.headspace import failed
 from fastloop.commands.outdir import claim_or_resume, hold
 from fastloop.commands.readback import read
+from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.surroundings import refuse_others
 from fastloop.commands.trial import TRIAL, Job, forget
 from fastloop.commands.verdict import hardware
@@ -57,6 +58,7 @@ def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s:
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = job.config()
     _check(config, budget_s, allow)
+    check_recipe_keys(config)
     place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
     try:
         with writing(place.path), hold(place.path):

@@ -108,6 +108,8 @@ def _told(where: Path, name: str, seen: Measurement, plan: Plan, verdicts: tuple
         str(where), plan=files.plan_json(plan), measurement=files.measurement_json(seen),
         verdicts=files.verdicts_json(verdicts), findings=files.findings_json(found),
     )  # fmt: skip
+    if patch := next((finding.patch for finding in found if finding.patch), None):
+        lines.insert(len(lines) - (report is not None), f"PROVE    {again.to_prove(where, patch)}")
     return Answer(text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**content, **more})
 
 

@@ -16,7 +16,7 @@ TITLES = {
     "sync": "STOPPED BY SYNCHRONISATIONS", "comm_exposed": "WAITING FOR GRADIENT EXCHANGE",
     "straggler": "WAITING FOR A SLOW RANK", "memory_bound": "BUSY, NOT FAST: MEMORY-BOUND", "compute_bound": "BUSY",
     "fp32_math": "BUSY, NOT FAST: FP32 MATH", "validation": "HELD UP BY VALIDATION",
-    "checkpoint": "HELD UP BY CHECKPOINTS", "epoch_gap": "HELD UP BETWEEN EPOCHS",
+    "checkpoint": "HELD UP BY CHECKPOINTS", "epoch_gap": "HELD UP BETWEEN EPOCHS", "pauses": "SINGLE PAUSES",
 }  # fmt: skip
 """Short enough that the verdict's first words fit a terminal of 40 columns."""
 THEN = {

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fastloop.diagnose import busy, comm, data, device, gaps, host, nothing
 from fastloop.diagnose.headline import title
 from fastloop.diagnose.naming import serial_gain_pct
+from fastloop.diagnose.pauses import told_apart
 from fastloop.diagnose.reading import number, step_ms
 from fastloop.diagnose.split import WORTH_NAMING_PCT
 from fastloop.measurement import PARTS, Measurement
@@ -33,7 +34,8 @@ def findings(seen: Measurement, enabled: tuple[str, ...] = ()) -> tuple[Finding,
     if step_ms(seen) is None or not any(number(seen.parts_ms.get(part)) is not None for part in PARTS):
         found = [Finding(bottleneck="none", share_pct=None, why=nothing.too_short(seen))]
     else:
-        found = _within_the_step([finding for rule in RULES if (finding := rule(seen, enabled)) is not None])
+        named = [finding for rule in RULES if (finding := rule(seen, enabled)) is not None]
+        found = _within_the_step(told_apart(seen, named))
         if len(found) > 1 and busy.is_well_used(seen):  # no reason to leave a slow validation as it is
             found = [finding for finding in found if finding.bottleneck != "compute_bound"]
         found = found or [Finding(bottleneck="none", share_pct=None, why=nothing.to_name(seen))]

@@ -234,7 +234,7 @@ class Collects(torch.utils.data.Dataset[Any]):
         return torch.ones(8), torch.ones(1)
 
 
-@pytest.mark.parametrize(("listens", "named"), [(True, "host_other"), (False, "data_wait")])
+@pytest.mark.parametrize(("listens", "named"), [(True, "host_other"), (False, "pauses")])
 def test_a_pass_of_the_garbage_collector_is_not_the_loaders(
     listens: bool, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,11 @@ def test_garbage_collection_is_the_loops_and_said_apart(time: Time) -> None:
     assert found.parts_ms["host_other"] == pytest.approx(40), "30 of the step's work, which nothing marks, and the pass"
     assert found.evidence["garbage_collection"] == {"ms_per_step": pytest.approx(10), "passes": 1}
     assert found.evidence["loader"] == {}
+    assert found.evidence["pauses"] == {"ms_per_step": pytest.approx(10), "steps": 1}
+
+
+def test_without_a_pause_none_is_said() -> None:
+    assert "pauses" not in of_window(WINDOW).evidence
 
 
 def test_hooks_are_per_step_slowest_first_and_by_their_own_names() -> None:

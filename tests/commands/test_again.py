@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fastloop.commands.again import configuration, is_run
+from fastloop.commands.again import configuration, is_run, to_prove
 from fastloop.config import from_callback, to_yaml
+from fastloop.layers import as_patch
 from tests.commands.command_line import NET
 
 pytestmark = pytest.mark.short
@@ -45,3 +48,28 @@ def test_what_is_a_run(here: Path) -> None:
     assert not is_run("b"), "a directory without a run"
     (here / "a").rename(here / "gpt2")
     assert not is_run("gpt2") and is_run("./gpt2"), "a recipe's name means the recipe"
+
+
+WORKERS = {"rungs": {"workers": {"enabled": True}}}
+
+
+@pytest.mark.parametrize(("argv", "base"), [
+    (["train.py"], "--script train.py"), (["my train.py", "--lr", "0.1"], "--script 'my train.py' --args '--lr 0.1'"),
+    (["-c"], "--script train.py"), (None, "--script train.py"), ([], "--script train.py"),
+])  # fmt: skip
+def test_a_scripts_patch_is_proven_on_the_script(argv: Any, base: str, here: Path) -> None:
+    (here / "a" / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    (here / "a" / "env.json").write_text(json.dumps({"argv": argv}))
+    assert to_prove(Path("a"), WORKERS) == f"fastloop ab {base} --vs workers"
+
+
+@pytest.mark.parametrize(("rungs", "vs"), [
+    ({"pin": {"enabled": True}, "prefetch": {"enabled": True}}, "pin,prefetch"),
+    ({"batch": {"enabled": True, "micro_batch": 32}}, "rungs.batch.enabled=true,rungs.batch.micro_batch=32"),
+])  # fmt: skip
+def test_a_recipes_patch_is_proven_on_its_configuration(rungs: Any, vs: str, here: Path) -> None:
+    (here / "a" / "config.resolved.yaml").write_text("base: cifar10\n")
+    asked = to_prove(Path("a"), {"rungs": rungs})
+    assert asked == f"fastloop ab a/config.resolved.yaml --vs {vs}"
+    layered = [as_patch(part) for part in vs.split(",")]
+    assert all(kind in ("more", "override") for kind, _ in layered)

@@ -70,7 +70,7 @@ def test_findings_of_a_run_there_was(named: str, tmp_path: Path) -> None:
     lines = answer.text.splitlines()
     assert lines[0].startswith("fastloop STARVED BY DATA") and "INACTIVE pin: needs CUDA" in lines
     assert any(line.startswith("FIX") and "rungs.workers {enabled: true}" in line for line in lines)
-    assert lines[-1].endswith("a/report.md")
+    assert lines[-2] == "PROVE    fastloop ab --script train.py --vs workers" and lines[-1].endswith("a/report.md")
     found = content(answer)
     assert found["run_dir"] == "a" and found["findings"][0]["bottleneck"] == "data_wait"
     assert found["measurement"]["steps"] == 50 and found["verdicts"][0]["rung"] == "pin"
