@@ -2,8 +2,7 @@
 
 A stretch lies between two marks. Outside the loop's own batch work (`body`) the host has launched nothing, so a stretch
 there is time in which the device starved: the host says how long, without an event. Inside, every step gives the sum of
-its phases and only steps marked in detail tell them apart: their split is applied to the sum of all (the ratio
-estimator of sampling, which a few slow steps among the marked ones do not mislead).
+its phases and only steps marked in detail tell them apart, see `Sampled`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from fastloop.evidence.sampled import Sampled
 
 KEPT_STEPS = 10_000
 """Step times kept for the quantiles: the latest ones."""
@@ -72,17 +73,14 @@ def _sums() -> defaultdict[str, float]:
 
 @dataclass
 class _Sums:
-    """Seconds by phase: those known of every step, and those known of steps in detail."""
+    """Seconds by phase."""
 
     every: defaultdict[str, float] = field(default_factory=_sums)
-    detail: defaultdict[str, float] = field(default_factory=_sums)
-    after: defaultdict[str, float] = field(default_factory=_sums)
-    """Work of the device between two steps, known where the one before was in detail."""
+    """Outside the loop's batch work: known of every step."""
+    work: Sampled = field(default_factory=Sampled)
+    """Inside it, on the device's time line."""
     host_every: defaultdict[str, float] = field(default_factory=_sums)
-    host_detail: defaultdict[str, float] = field(default_factory=_sums)
-    body: float = 0.0
-    """All device work inside the loop's batch work, told apart or not."""
-    host_body: float = 0.0
+    host_work: Sampled = field(default_factory=Sampled)
     blocked: float = 0.0
 
 
@@ -110,17 +108,13 @@ class Account:
             sums.every[phase] += starved
             sums.host_every[phase] += host
             if detailed and span > starved:  # the rest waited for work of the device: copies, a callback's kernels
-                sums.body += span - starved
                 if phase == "data_wait":
-                    sums.detail["h2d"] += span - starved
+                    sums.work.add("h2d", span - starved, detailed)
                 else:
-                    sums.after[phase] += span - starved
+                    sums.work.between(phase, span - starved)
         else:
-            sums.body += span
-            sums.host_body += host
-            if detailed:
-                sums.detail[phase] += span
-                sums.host_detail[phase] += host
+            sums.work.add(phase, span, detailed)
+            sums.host_work.add(phase, host, detailed)
 
     def between(self, host: float, starved: float, hooks_share: float) -> None:
         """A stretch between two batches' work in which hooks had no marks: they took a share of it."""
@@ -163,6 +157,8 @@ class Account:
             self.after_detailed += self._was_detailed
             self.batches += batches
             self.samples += samples
+            self._sums.work.step_ends(detailed)
+            self._sums.host_work.step_ends(detailed)
             self._step_s.add(at - self.boundary)
             self._of_step.add(samples)
         self.boundary, self._was_detailed = at, detailed
@@ -181,33 +177,25 @@ class Account:
         if not self.steps:
             return None
         sums = self._sums
-        parts = self._means(sums.every, sums.body, (sums.detail, self.detailed), (sums.after, self.after_detailed))
-        host = self._means(sums.host_every, sums.host_body, (sums.host_detail, self.detailed))
-        told = sum(sums.host_detail.values())
-        in_detail = told / max(1, self.detailed)
+        parts, host = self._means(sums.every, sums.work), self._means(sums.host_every, sums.host_work)
+        told = sums.host_work.told_s
         share_blocked = max(0.0, sums.blocked / told) if self._told_off_cpu and told > 0 else None
         return Window(
             steps=self.steps, detailed_steps=self.detailed, batches=self.batches, samples=self.samples,
             wall_s=self.wall_s, parts_s=parts, host_s=host,
-            blocked_s=None if share_blocked is None else share_blocked * sums.host_body / self.steps,
+            blocked_s=None if share_blocked is None else share_blocked * sums.host_work.known_s / self.steps,
             step_s=tuple(self._step_s.values), step_samples=tuple(self._of_step.values),
             batch_samples=tuple(self._of_batch.values),
             lead_s=_median(self._leads) if on_device else None, trail_s=_median(self._trails) if on_device else None,
-            of_detailed=sums.host_body / self.steps / in_detail if in_detail > 0 else 1.0,
+            of_detailed=sums.host_work.of_detailed(self.steps),
             garbage_s=self._garbage / self.steps,
         )  # fmt: skip
 
-    def _means(self, every: dict[str, float], body: float, *sampled: tuple[dict[str, float], int]) -> dict[str, float]:
+    def _means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:
         """Per step: what is known of every step as it is, the rest as the steps in detail split it."""
         means = {phase: seconds / self.steps for phase, seconds in every.items()}
-        split: defaultdict[str, float] = defaultdict(float)
-        for sums, steps in sampled:
-            for phase, seconds in sums.items():
-                split[phase] += seconds / max(1, steps)
-        told = sum(split.values())
-        scale = body / self.steps / told if told > 0 else 0.0
-        for phase, seconds in split.items():
-            means[phase] = means.get(phase, 0.0) + scale * seconds
+        for phase, seconds in work.means(self.steps, self.after_detailed).items():
+            means[phase] = means.get(phase, 0.0) + seconds
         return means
 
 

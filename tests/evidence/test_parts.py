@@ -148,6 +148,21 @@ def test_what_comes_now_and_then_is_spread_over_the_steps(
     assert abs(found["rest"]) < 0.02 * sum(found.values())
 
 
+@pytest.mark.parametrize("where", [CPU, CUDA])
+def test_a_pause_in_a_step_without_marks_is_in_no_part(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
+    machine, clock, paused = Machine(monkeypatch), Clock(where, warmup_steps=2), 0
+    for number in range(120):
+        pause = number > 40 and not clock.detailed and not paused
+        paused += pause
+        step(machine, clock, launch=1003.0 if pause else 3.0, work=(0.0, 0.0, 0.0))
+    window = clock.close()
+    assert window is not None and paused == 1
+    found = {phase: 1e3 * seconds for phase, seconds in window.parts_s.items()}
+    assert named(found) == roughly(forward=3, backward=3, optimizer=3)
+    rest = 1e3 * window.wall_s / window.steps - sum(found.values())
+    assert rest * window.steps == pytest.approx(3000, rel=0.01)
+
+
 def test_the_first_batch_of_an_epoch_belongs_to_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
     for _ in range(5):
