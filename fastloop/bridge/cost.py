@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +14,9 @@ from fastloop.bridge.marks import BODY, NEXT
 from fastloop.bridge.profiler import WatchingProfiler
 from fastloop.bridge.watch import Watch
 from fastloop.config import WatchSettings
+from fastloop.evidence.clock import EVERY, FIRST_IN_DETAIL
 
-TURNS = 8
+TURNS, NEVER = 10, 10**9
 
 
 def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iterator[str]:
@@ -32,24 +33,33 @@ def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iter
                 f"[LightningModule]{module}.on_train_batch_end")  # fmt: skip
 
 
-def cost_us(device: torch.device, steps: int = 400) -> float:
+def cost_us(device: torch.device, steps: int = 200) -> float | None:
     """Microseconds that watching adds to a step of one batch; under zero where it saves more calls than it makes.
 
     Lightning opens some fifteen profiler actions a step, each a generator's context; while we watch, most of them cost
-    less. Measured with the calls of a step and none of its work, ours and the Trainer's own in turns.
+    less. Measured with the calls of a step and none of its work: ours in detail, ours as most steps are, and the
+    Trainer's own, in turns. The quickest turn of each counts, for what else the machine does only makes one longer.
+    None while a profiler or a debugger hears every call of Python's, whose cost it would be.
     """
+    if sys.getprofile() is not None or sys.gettrace() is not None:
+        return None
     watch = Watch(device, WatchSettings(warmup_steps=0))
     ours: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
     loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
-    cases = (_step(PassThroughProfiler(), lambda: None),
-             _step(ours, lambda: watch.batch_end(loss, batch, step_ends=True, batches_per_step=1)))  # fmt: skip
-    per_turn, differences = max(1, steps // TURNS), []
-    for turn in range(TURNS + 1):
-        plain_s, ours_s = (_spent(step, per_turn) for step in cases)
-        if turn:  # the first warms both up, and begins the window
-            differences.append((ours_s - plain_s) / per_turn)
+
+    def batch_end(until_detail: int) -> None:
+        watch.clock.until_detail = until_detail
+        watch.batch_end(loss, batch, step_ends=True, batches_per_step=1)
+
+    cases = (_step(PassThroughProfiler(), lambda: None), _step(ours, lambda: batch_end(1)),
+             _step(ours, lambda: batch_end(NEVER)))  # fmt: skip
+    _spent(cases[1], FIRST_IN_DETAIL + 2)  # the window begins
+    per_turn = max(1, steps // TURNS)
+    turns = [[_spent(step, per_turn) for step in cases] for _ in range(TURNS)]
     watch.close()
-    return 1e6 * statistics.median(differences)
+    plain_s, detailed_s, usual_s = (min(turn[case] for turn in turns) for case in range(3))
+    each_s = usual_s + (detailed_s - usual_s) / EVERY.get(device.type, 1)
+    return 1e6 * (each_s - plain_s) / per_turn
 
 
 def _step(profiler: Any, batch_end: Callable[[], None]) -> Callable[[], None]:
@@ -74,6 +84,7 @@ def _step(profiler: Any, batch_end: Callable[[], None]) -> Callable[[], None]:
 
 
 def _spent(step: Callable[[], None], steps: int) -> float:
+    step()  # still of the kind that the last case made
     begun = time.perf_counter()
     for _ in range(steps):
         step()

@@ -81,7 +81,7 @@ class _Timed:
         finally:
             marks.leave()
             if name is not None:
-                marks.hooks_s[name] += time.perf_counter() - began
+                marks.lasted(name, time.perf_counter() - began)
 
 
 def _itself(call: Callable[..., Any]) -> Callable[..., Any]:

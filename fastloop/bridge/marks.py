@@ -23,6 +23,8 @@ _STRATEGY = {"batch_to_device": "h2d", "training_step": "forward", "backward": "
 _VALIDATION_BEGINS = ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start")
 _VALIDATION_ENDS = ("on_validation_model_train",)
 _EPOCH_ENDS = ("on_train_epoch_end",)
+_HOOKS = ("on_", "lr_scheduler_step")
+"""Beginnings of the names of what the user's own code does between the parts of a step."""
 
 
 def phase_of(name: str) -> str | None:
@@ -46,7 +48,8 @@ def phase_of(name: str) -> str | None:
     if owner.startswith("[LightningModule]") and hook == "optimizer_step":
         return "optimizer"
     ours = owner.removeprefix("[Callback]").partition("{")[0] in OURS
-    if owner.startswith(("[Callback]", "[LightningModule]")) and hook.startswith("on_") and not ours:
+    theirs = owner.startswith(("[Callback]", "[LightningModule]", "[LightningDataModule]"))
+    if theirs and hook.startswith(_HOOKS) and not ours:
         return "callbacks_logging"
     return None
 
@@ -107,7 +110,7 @@ class _Phase:
             self._work.__exit__(*raised)
             self.marks.counts, self._work = False, None
         if self.is_hook:
-            self.marks.hooks_s[self.name] += time.perf_counter() - self._since
+            self.marks.lasted(self.name, time.perf_counter() - self._since)
         if self._back is not None:
             self._back()
             self._back = None
@@ -149,6 +152,7 @@ class Marks:
     Attributes:
         hooks_s: host seconds by action, of hooks outside the batch's work in every step, of others in steps in detail.
         ranges: where a trace is being recorded, the same phases by name go there too.
+        whole: the present step is one of the window's; the one in which it opens is not.
         in_work: a batch's work is going on.
         saver: the hook that is running now, where its business is saving checkpoints.
         around_work: a context that is entered for every forward and backward; one that can be entered again.
@@ -160,7 +164,7 @@ class Marks:
         self.clock = clock
         self.hooks_s: defaultdict[str, float] = defaultdict(float)
         self.ranges: Any = None
-        self.in_work = False
+        self.in_work = self.whole = False
         self.saver: _Phase | None = None
         self.around_work: Any = None
         self.counts = False
@@ -199,8 +203,13 @@ class Marks:
 
     def hook_took(self, name: str, seconds: float) -> None:
         """A hook without marks of its own has ended."""
-        self.hooks_s[name] += seconds
+        self.lasted(name, seconds)
         self.clock.hooks_s += seconds
+
+    def lasted(self, name: str, seconds: float) -> None:
+        """A hook has ended."""
+        if self.whole:
+            self.hooks_s[name] += seconds
 
     def enter(self, phase: str) -> None:
         if self.ranges is not None:

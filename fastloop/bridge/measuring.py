@@ -123,11 +123,11 @@ def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
 def _hooks(watch: Watch, window: Window) -> dict[str, float]:
     """The slowest hooks, per step."""
     per_step: defaultdict[str, float] = defaultdict(float)
-    for name, seconds in watch.hooks_s.items():
+    for name, seconds in watch.marks.hooks_s.items():
         hook = name if name == SELF_LOG else name.rpartition(".")[2]
         inside = hook.startswith(IN_THE_BODY)
         steps, scale = (window.detailed_steps, window.of_detailed) if inside else (window.steps, 1.0)
-        per_step[_short(name)] += scale * 1e3 * seconds / (steps + 1)  # the 1: the step in which the window opened
+        per_step[_short(name)] += scale * 1e3 * seconds / max(1, steps)
     slowest = sorted(per_step.items(), key=lambda item: -item[1])[:MOST_HOOKS]
     return {name: ms for name, ms in slowest if ms > 0.01}
 

@@ -74,8 +74,6 @@ class Watch:
         self.ends_at: int | None = None
         """Optimizer steps this fit will have made, where the Trainer knows."""
         self.window: Window | None = None
-        self.hooks_s: Mapping[str, float] = {}
-        """Host seconds by hook when the window ended."""
         self.board_seen: Any = None
         self.owed: tuple[int | None, int | None] = (None, None)
         self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
@@ -98,6 +96,7 @@ class Watch:
             self._turn()
         was_open = self.clock.open
         self.marks.clock.ask()
+        self.marks.whole = was_open and self.clock.total_steps > self.clock.opened_at
         if self.clock.open and not was_open:
             self._opens()
         if self.marks.ranges is not None:
@@ -208,7 +207,7 @@ class Watch:
             return
         self.garbage.stop()
         self.owed = (self.owed[0], self._owed())
-        self.window, self.hooks_s = self.clock.close(), dict(self.marks.hooks_s)
+        self.window = self.clock.close()
         if self.board is not None:
             self.board_seen = self.board.stop()
         if self.later is not None:

@@ -26,7 +26,6 @@ from fastloop.evidence.stream import current_stream
 __all__ = ["COMPUTE", "KEPT_STEPS", "RARE", "Clock", "Window"]
 
 now = time.perf_counter
-
 IDLE = "host_other"
 FIRST_IN_DETAIL = 8
 """Steps of the window's beginning that are all marked in detail, so that a short window has some."""
@@ -77,8 +76,8 @@ class Clock:
         self.detailed = True
         """Whether the phases of the present step are marked."""
         self.phase = self._base = IDLE
-        self.in_body = False
-        """The loop has a batch and its work is not issued yet."""
+        self.in_body = self._working = False
+        """The loop has a batch and its work is not issued yet; and that work has begun."""
         self.hooks_s = 0.0
         """Host time in hooks that have no marks of their own, to be added to by who runs them."""
         self.collected_s = self._collected_before = 0.0
@@ -87,8 +86,8 @@ class Clock:
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
-        self._draw, self._until_detail, self.opened_at = random.Random(0), 0, 0
-        """The last: steps that were done when the window began."""
+        self._draw, self.until_detail, self.opened_at = random.Random(0), 0, 0
+        """The last two: steps until one is in detail, and steps that were done when the window began."""
         self._waiting: deque[_Mark] = deque()
         """Marks the device has not been seen to pass."""
         self._marks: deque[_Mark] = deque()
@@ -110,6 +109,8 @@ class Clock:
             if self.closed or not self._warm():
                 return
             self._begin()
+        if self.in_body and not self._working:
+            self.in_body = False  # it fetches one more ahead
         self._asked, self._collected_before = now(), self.collected_s
         if (not self.detailed or self.hooks_s) and self.phase == IDLE and not self.in_body and not self._stack:
             return  # one mark will do, and hooks without marks are told apart there
@@ -152,6 +153,7 @@ class Clock:
 
     def body(self) -> None:
         """A batch's work begins."""
+        self._working = True
         if not self.open:
             self._stack.clear()
             self._base = self.phase = IDLE
@@ -162,6 +164,7 @@ class Clock:
 
     def issued(self) -> None:
         """A batch's work is issued."""
+        self._working = False
         if self.open:
             self._stack.clear()
             self.in_body = False
@@ -200,8 +203,8 @@ class Clock:
         self._waiting.clear()
 
     def _warm(self) -> bool:
-        boundary = self._step_batches == 0
-        return boundary and self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
+        enough = self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
+        return enough and not self._step_batches
 
     def _begin(self) -> None:
         self.open, self.opened_at = True, self.total_steps
@@ -214,10 +217,10 @@ class Clock:
     def _in_detail(self) -> bool:
         if self.total_steps - self.opened_at <= FIRST_IN_DETAIL:
             return True
-        if self._until_detail <= 0:
-            self._until_detail = self._draw.randint(1, 2 * EVERY.get(self.device.type, 4) - 1)
-        self._until_detail -= 1
-        return not self._until_detail
+        if self.until_detail <= 0:
+            self.until_detail = self._draw.randint(1, 2 * EVERY.get(self.device.type, 4) - 1)
+        self.until_detail -= 1
+        return not self.until_detail
 
     def _switch(self, phase: str, kind: str = "") -> None:
         before, self.phase = self.phase, phase
@@ -225,9 +228,8 @@ class Clock:
             return
         always = kind == "issued" or phase in RARE or before in RARE
         event = self._event() if self.on_device and (self.detailed or always) else None
-        compute = self.detailed and (phase in COMPUTE or before in COMPUTE)
         mark = _Mark(now(), event, phase, self.in_body, self.detailed)
-        if compute:
+        if self.detailed and (phase in COMPUTE or before in COMPUTE):
             mark.off_cpu = off_cpu_s()
         if kind:
             mark.kind = kind

@@ -58,7 +58,9 @@ def marks(time: Time) -> Marks:
     clock.ask()
     clock.got()
     clock.told.clear()
-    return Marks(clock)
+    made = Marks(clock)
+    made.whole = True
+    return made
 
 
 def told(marks: Marks) -> list[str]:

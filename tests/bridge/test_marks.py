@@ -35,7 +35,7 @@ FORWARD, BACKWARD = "[Strategy]DDPStrategy.training_step", "[Strategy]DDPStrateg
                                                               "begin:epoch_gap"),
     ("[Callback]Beats.on_train_batch_end", None), ("[Callback]BeatsOfMine.on_train_batch_end", "callbacks_logging"),
     ("[Callback]FastLoop.on_train_batch_end", None), ("[Strategy]X.validation_step", None),
-    ("run_training_epoch", None),
+    ("[LightningModule]Net.lr_scheduler_step", "callbacks_logging"), ("run_training_epoch", None),
     ("[LightningModule]Net.configure_gradient_clipping", None), ("[LightningModule]Net.optimizer_zero_grad", None),
     ("[_EvaluationLoop].val_next", None), ("a user's own", None), ("", None), (".", None),
 ])  # fmt: skip
@@ -155,7 +155,8 @@ def test_the_gap_between_epochs_lasts_until_the_next_batch(clock: Notes) -> None
 
 def test_hooks_are_timed_by_name_and_nothing_else_is(clock: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     time, marks = Time(monkeypatch), Marks(clock)
-    for _ in range(3):
+    for whole in (False, True, True, True):
+        marks.whole = whole
         with marks.profile("[Callback]A.on_train_batch_end"):
             time.passes(0.5)
         with marks.profile("[Callback]FastLoop.on_train_batch_end"), marks.profile(FORWARD):

@@ -171,10 +171,9 @@ def test_hooks_are_those_of_the_window(time: Time) -> None:
             time.passes(0.5)
 
     run(watch, time, 30, between=hook)
-    assert watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"] > watch.hooks_s["[Callback]Slow.on_train_batch_end"]
     watch.close()
-    assert watch.window is not None
-    assert watch.hooks_s["[Callback]Slow.on_train_batch_end"] == pytest.approx(0.5 * (watch.window.steps + 1))
+    assert watch.window is not None and watch.window.steps < 25, "a trace came after it"
+    assert watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"] == pytest.approx(0.5 * watch.window.steps)
 
 
 class Ranges:

@@ -30,6 +30,8 @@ from tests.models import Regression, trainer
 
 HALF = NAP_MS / 2
 """Below it a part holds no nap. A step takes about 1 ms here; the rest is room for a busy machine."""
+LITTLE = 0.25
+"""Of a step: a machine that takes the processor away for some milliseconds. A part that is missed is nearly all."""
 
 
 class Manual(Sleepy):
@@ -129,7 +131,7 @@ def test_what_a_call_takes_is_found_in_its_part(
     found = (seen.parts_ms[part] or 0.0) + (seen.parts_ms["epoch_gap"] or 0.0) * (part == "data_wait")
     assert 0.9 * NAP_MS * a_step <= found <= NAP_MS * a_step + 3 * HALF, seen.parts_ms
     others = {name: ms for name, ms in seen.parts_ms.items() if name != part and ms and ms > HALF * max(1, a_step / 2)}
-    assert others == {} and unexplained(seen) < 0.01 and seen.partial is False
+    assert others == {} and unexplained(seen) < LITTLE and seen.partial is False
     assert (calm.parts_ms[part] or 0.0) < HALF, "the control: without the nap the part is small"
 
 
@@ -139,7 +141,7 @@ def test_a_slow_hook_is_callbacks_and_named(hook: str, calm: Measurement) -> Non
     assert 0.9 * NAP_MS <= (seen.parts_ms["callbacks_logging"] or 0.0) <= NAP_MS + 3 * HALF
     assert next(iter(seen.hooks_ms)) == name, "the slowest first"
     assert seen.hooks_ms[name] == pytest.approx(NAP_MS, rel=0.25), "per optimizer step"
-    assert unexplained(seen) < 0.01 and calm.hooks_ms.get(name, 0.0) < HALF
+    assert unexplained(seen) < LITTLE and calm.hooks_ms.get(name, 0.0) < HALF
 
 
 def test_a_slow_hook_of_the_module_is_named_too() -> None:
@@ -152,7 +154,7 @@ def test_a_slow_logger_is_callbacks_and_named(calm: Measurement) -> None:
     seen = watched("logger", logger=SleepyLogger(), log_every_n_steps=1)
     assert next(iter(seen.hooks_ms)) == "loggers" and seen.hooks_ms["loggers"] == pytest.approx(NAP_MS, rel=0.25)
     assert 0.9 * NAP_MS <= (seen.parts_ms["callbacks_logging"] or 0.0) <= NAP_MS + 3 * HALF
-    assert calm.hooks_ms.get("loggers", 0.0) < HALF and unexplained(seen) < 0.01
+    assert calm.hooks_ms.get("loggers", 0.0) < HALF and unexplained(seen) < LITTLE
     seldom = watched("logger", logger=SleepyLogger(), log_every_n_steps=8)
     assert (seldom.parts_ms["callbacks_logging"] or 0.0) < HALF
 
@@ -176,7 +178,7 @@ def test_a_checkpoint_every_step(tmp_path: Path, calm: Measurement) -> None:
                    plugins=[SleepyIO()], enable_checkpointing=True)  # fmt: skip
     assert 0.9 * NAP_MS <= (seen.parts_ms["checkpoint"] or 0.0) <= NAP_MS + 3 * HALF
     assert (seen.parts_ms["callbacks_logging"] or 0.0) < HALF and calm.parts_ms["checkpoint"] == 0.0
-    assert unexplained(seen) < 0.01
+    assert unexplained(seen) < LITTLE
 
 
 def test_a_checkpoint_within_validation_is_a_checkpoint(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_slow_hook_stays_one_where_something_rare_follows_it(follows: str, tmp
 def test_what_lies_between_two_epochs(place: str, calm: Measurement) -> None:
     seen = watched(place, train=batches(2))
     assert 0.45 * NAP_MS <= (seen.parts_ms["epoch_gap"] or 0.0) <= 0.5 * NAP_MS + 2 * HALF, "every other step"
-    assert unexplained(seen) < 0.01 and (calm.parts_ms["epoch_gap"] or 0.0) < HALF / 2
+    assert unexplained(seen) < LITTLE and (calm.parts_ms["epoch_gap"] or 0.0) < HALF / 2
     assert max(ms for part, ms in seen.parts_ms.items() if ms and part != "epoch_gap") < 0.45 * NAP_MS
 
 

@@ -73,6 +73,24 @@ def measured(monkeypatch: pytest.MonkeyPatch, where: torch.device, steps: int = 
     return window
 
 
+def test_a_batch_that_is_fetched_ahead_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch of a loader without a length begins with two: the second comes when the loop has the first."""
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=2)
+    for number in range(60):
+        for _ in range(2 if number % 10 == 9 else 1):
+            clock.ask()
+            machine.host += 20
+            clock.got()
+        clock.body()
+        machine.launch(2, 0)
+        clock.issued()
+        clock.batch_done(8, step_ends=True)
+    window = clock.close()
+    assert window is not None and window.steps == 57
+    assert 1e3 * window.data_wait_s == pytest.approx(57 * 20 + 6 * 20)
+    assert window.parts_s["data_wait"] + window.parts_s["host_other"] == pytest.approx(window.wall_s / window.steps)
+
+
 def per_step(window: Window) -> tuple[float, float]:
     """Step time and data wait, in ms."""
     return 1e3 * window.wall_s / window.steps, 1e3 * window.data_wait_s / window.steps
