@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from fastloop.bridge.survey import TRANSFER_HOOKS, hook_owner
+
 
 def evidence(trainer: Any) -> dict[str, Any]:
-    """Whether the model is compiled and channels-last, its optimizers fused, and how many 2-D convolutions it has."""
+    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions it has, and
+    which batch transfer hooks are the user's."""
     module = trainer.lightning_module
     if module is None:
         return {}
@@ -21,6 +24,7 @@ def evidence(trainer: Any) -> dict[str, Any]:
         "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
+        "transfer_hooks": [hook for hook in TRANSFER_HOOKS if hook_owner(trainer, hook) is not None],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ most, and no proof that any change gains it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from fastloop.commands import again
 from fastloop.commands.answer import Answer, Failed
 from fastloop.commands.disk import writing
 from fastloop.commands.outdir import claim
+from fastloop.commands.readback import measurement_from
 from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, forget, run_trial
 from fastloop.config import Config
+from fastloop.diagnose import DISTURBED, is_beyond
 from fastloop.errors import ConfigError
 from fastloop.measurement import CEILINGS
 from fastloop.report import files
@@ -29,6 +32,8 @@ NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"
 WORTH_PCT = 3.0
 """A ceiling below this is called none."""
+TOO_FAST = "faster than the run's own parts allow: one of them was disturbed"
+TOO_SLOW = "slower than the run that it should beat: disturbed by something else"
 FREE = {"replayed": "data were free", "resident": "data and copies were free",
         "no_exchange": "data and the exchange were free"}  # fmt: skip
 FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "data and exchange"}
@@ -108,7 +113,7 @@ def told(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Trial], 
     rate = math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
     drift = 100 * (rates[1] / rates[0] - 1) if len(rates) == 2 else None
     short_window = any((trial.measurement or {}).get("window_too_short") for trial in baselines if trial.ok)
-    found = {name: ceiling(trials.get(name), rate, config) for name in CEILINGS}
+    found = {name: ceiling(trials.get(name), rate, config, baselines) for name in CEILINGS}
     return {
         "schema": files.SCHEMA, "run_dir": run_dir,
         "baseline": {"samples_per_s": rate, "runs": rates, "drift_pct": drift, "window_too_short": short_window,
@@ -118,8 +123,8 @@ def told(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Trial], 
     }  # fmt: skip
 
 
-def ceiling(trial: Trial | None, baseline: float | None, config: Config) -> Ceiling:
-    """What one trial says of the rate without one cost."""
+def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()) -> Ceiling:
+    """What one trial says of the rate without one cost, held against the runs with it."""
     if trial is None:
         return Ceiling(why=f"run.devices is {config.run.devices}: nothing is exchanged")
     if not trial.ok:
@@ -127,15 +132,26 @@ def ceiling(trial: Trial | None, baseline: float | None, config: Config) -> Ceil
     rate = trial.samples_per_s
     if rate is None or baseline is None:
         return Ceiling(samples_per_s=rate, why="the run was too short to measure a rate")
+    if rate < DISTURBED * baseline:
+        return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_SLOW)
+    if _too_fast(trial.name, rate, baselines):
+        return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_FAST)
     too_short = (trial.measurement or {}).get("window_too_short")
     return Ceiling(samples_per_s=rate, ratio=rate / baseline, why="window too short" if too_short else None)
+
+
+def _too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
+    """Whether none of the runs as they are had as much in its parts as this trial would have saved of it."""
+    runs = [measurement_from(trial.measurement) for trial in baselines if trial.measurement]
+    return bool(runs) and all(is_beyond(dataclasses.replace(seen, ceilings={name: rate}), name) for seen in runs)
 
 
 def lines(content: Mapping[str, Any], name: str) -> list[str]:
     """The answer for people, verdict first."""
     base, found = content["baseline"], content["ceilings"]
-    ratios = {key: value["ratio"] for key, value in found.items() if value["ratio"] is not None}
-    head = [f"fastloop {_verdict(ratios)}   {name}"]
+    doubtful = [key for key, value in found.items() if value["why"] in (TOO_FAST, TOO_SLOW)]
+    ratios = {key: value["ratio"] for key, value in found.items() if value["ratio"] is not None and key not in doubtful}
+    head = [f"fastloop {_verdict(ratios, doubtful)}   {name}"]
     head += [f"if {FREE[key]}: {_said(value, found['replayed'] if key == 'no_exchange' else None)}"
              for key, value in found.items()]  # fmt: skip
     runs = " and ".join(short(rate) for rate in base["runs"])
@@ -149,11 +165,13 @@ def lines(content: Mapping[str, Any], name: str) -> list[str]:
     return [*head, f"FILES    {content['run_dir']}/{NAME}"]
 
 
-def _verdict(ratios: Mapping[str, float]) -> str:
+def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
     """What there is to gain: the family of the largest ceiling; the nearest one where a further takes away no more."""
+    most = max(ratios.values(), default=0.0)
+    if doubtful and most < 1 + WORTH_PCT / 100:
+        return f"DISTURBED, RUN IT AGAIN: no ceiling from {' and '.join(doubtful)}"
     if not ratios:
         return "NO CEILING MEASURED"
-    most = max(ratios.values())
     if most < 1 + WORTH_PCT / 100:
         return f"NOTHING TO GAIN: less than {WORTH_PCT:g} % without data, copies or exchange"
     nearest = next(name for name in CEILINGS if ratios.get(name, 0) >= most * (1 - WORTH_PCT / 100))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastloop.diagnose.naming import NO_GAIN_PCT, ORDINARY_MS, device, named, per_step, share_pct, times
-from fastloop.diagnose.reading import measured_gain_pct, micro_batches, number
+from fastloop.diagnose.reading import CPU_WORTH_PCT, measured_gain_pct, micro_batches, number
 from fastloop.diagnose.remedies import Remedy, available, choose
 from fastloop.diagnose.split import WORTH_NAMING_PCT, part_ms
 from fastloop.measurement import Measurement
@@ -28,16 +28,19 @@ def data_wait(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
 
 def h2d(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
     """Copies to the device that nothing hides."""
-    copies = part_ms(seen, "h2d")
+    copies, worth = part_ms(seen, "h2d"), WORTH_NAMING_PCT
     facts = f"moving batches to the {device(seen)} took {per_step(seen, copies)}"
     measured = measured_gain_pct(seen, "resident", over="replayed")
     if seen.device == "cuda":
         instead = "send fewer bytes: integers instead of floats, converted on the device"
         remedy = choose(seen, enabled, ("pin", "prefetch"), instead, together=True)
     else:
-        remedy = Remedy(None, "no rung helps: there is no copy to hide here; look at your batch transfer hooks")
-    return named(seen, "h2d", copies, facts, remedy, measured_pct=measured, least_ms=ORDINARY_MS,
-                 most_pct=measured_gain_pct(seen, "resident"))  # fmt: skip
+        if "transfer_batch_to_device" not in ((seen.evidence.get("model") or {}).get("transfer_hooks") or ()):
+            return None  # nothing is copied: it is the unrest of a machine that does other things too
+        worth = CPU_WORTH_PCT
+        remedy = Remedy(None, "no rung helps: there is no copy to hide here; look at your transfer_batch_to_device")
+    return named(seen, "h2d", copies, facts, remedy, measured_pct=measured, worth_pct=worth,
+                 least_ms=ORDINARY_MS, most_pct=measured_gain_pct(seen, "resident"))  # fmt: skip
 
 
 def held_nothing_up(seen: Measurement) -> str | None:

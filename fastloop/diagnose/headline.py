@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fastloop.diagnose import busy
-from fastloop.diagnose.nothing import unknown
-from fastloop.diagnose.reading import step_ms
+from fastloop.diagnose.host import is_transfer
 from fastloop.diagnose.remedies import available
 from fastloop.diagnose.straggler import straggler
 from fastloop.measurement import Measurement
@@ -16,7 +15,7 @@ TITLES = {
     "sync": "STOPPED BY SYNCHRONISATIONS", "comm_exposed": "WAITING FOR GRADIENT EXCHANGE",
     "straggler": "WAITING FOR A SLOW RANK", "memory_bound": "BUSY, NOT FAST: MEMORY-BOUND", "compute_bound": "BUSY",
     "fp32_math": "BUSY, NOT FAST: FP32 MATH", "validation": "HELD UP BY VALIDATION",
-    "checkpoint": "HELD UP BY CHECKPOINTS", "epoch_gap": "HELD UP BETWEEN EPOCHS", "pauses": "SINGLE PAUSES",
+    "checkpoint": "HELD UP BY CHECKPOINTS", "epoch_gap": "HELD UP BETWEEN EPOCHS",
 }  # fmt: skip
 """Short enough that the verdict's first words fit a terminal of 40 columns."""
 THEN = {
@@ -31,20 +30,16 @@ BEFORE_THE_DEVICE = ("data_wait", "h2d", "callbacks_logging", "sync", "host_othe
 
 
 def title(finding: Finding, seen: Measurement) -> str:
-    """The headline of a finding, in capitals."""
+    """The headline of a finding that names a bottleneck, in capitals."""
     kind = finding.bottleneck
-    if kind == "none":
-        if finding.why.startswith("nothing was measured"):
-            return "NOT MEASURED"
-        if step_ms(seen) is None or finding.why.startswith("too short"):
-            return "TOO SHORT TO JUDGE"
-        return "NO BOTTLENECK FOUND" if unknown(seen) else "NOTHING TO GAIN"
     if kind == "straggler" and (slow := straggler(seen)) is not None:
         return f"WAITING FOR RANK {slow.rank}"
     if kind == "sync" and finding.share_pct is None:
         return "SYNCHRONISES: FREE ON THE CPU"
     if kind == "memory_bound" and finding.patch is None:
         return "BUSY: MEMORY-BOUND"
+    if kind == "callbacks_logging" and is_transfer(seen):
+        return "HELD UP BY A TRANSFER HOOK"
     if kind == "launch_bound" and seen.device != "cuda":
         return "A STEP TOO SMALL FOR ITS LOOP"
     if kind == "compute_bound":
@@ -57,19 +52,18 @@ def title(finding: Finding, seen: Measurement) -> str:
 
 def next_steps(findings: tuple[Finding, ...], seen: Measurement,
                enabled: tuple[str, ...] = ()) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
-    """Rungs to try after the first patch (THEN), and once the device is the limit (LATER).
+    """Rungs to try after the patches (THEN), and once the device is the limit (LATER).
 
-    None of them is on, all apply as far as was seen, and the first patch's own are not repeated. Both are empty where
+    None of them is on, all apply as far as was seen, and those of the patches are not repeated. Both are empty where
     no patch is proposed.
     """
-    patched = [list(finding.patch.get("rungs", {})) for finding in findings if finding.patch]
+    patched = [rung for finding in findings if finding.patch for rung in finding.patch.get("rungs", {})]
     if not patched:
         return (), ()
-    wanted = [rung for rungs in patched[1:] for rung in rungs]
-    wanted += [rung for finding in findings if finding.patch for rung in THEN.get(finding.bottleneck, ())]
-    then = _free(wanted, seen, enabled, but=patched[0])
+    wanted = [rung for finding in findings if finding.patch for rung in THEN.get(finding.bottleneck, ())]
+    then = _free(wanted, seen, enabled, but=patched)
     starved = findings[0].bottleneck in BEFORE_THE_DEVICE
-    return then, _free(LATER, seen, enabled, but=[*patched[0], *then]) if starved and seen.device == "cuda" else ()
+    return then, _free(LATER, seen, enabled, but=[*patched, *then]) if starved and seen.device == "cuda" else ()
 
 
 def _free(rungs: list[str] | tuple[str, ...], seen: Measurement, enabled: tuple[str, ...],

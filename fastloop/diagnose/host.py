@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from fastloop.diagnose.naming import ORDINARY_MS, device, named, per_step, share_pct
-from fastloop.diagnose.reading import activity, garbage_ms, micro_batches, number, step_ms, syncing_lines
+from fastloop.diagnose.reading import (
+    CPU_WORTH_PCT,
+    activity,
+    garbage_ms,
+    micro_batches,
+    number,
+    step_ms,
+    syncing_lines,
+)
 from fastloop.diagnose.remedies import Remedy, choose
 from fastloop.diagnose.split import COMPUTE, WORTH_NAMING_PCT, Inside, inside, part_ms
 from fastloop.measurement import Measurement
@@ -13,9 +21,7 @@ TINY_STEP_MS = 5.0
 """Below this a CPU step is short against what any training loop costs."""
 TINY_PCT = 15.0
 """Share of a tiny CPU step from which on the loop's own cost is named: a third of a millisecond of two."""
-CPU_WORTH_PCT = 10.0
-"""From here on the host's doings are named on the CPU, where they are seen of few steps and compete with the training:
-twenty sound trainings beside other work on two cores read up to 9.6 %."""
+TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 WORTH_SAYING = 0.1
 """Of what is named ``host_other``: a smaller share of it is not told apart."""
 COLLECT_LESS = ("gc.freeze() once model and data are made keeps them out of later passes, gc.set_threshold makes passes"
@@ -73,8 +79,17 @@ def callbacks_logging(seen: Measurement, _enabled: tuple[str, ...]) -> Finding |
     facts = f"hooks and logging held the {device(seen)} up for {per_step(seen, spent)}" + (
         f" (slowest: {culprits})" if culprits else "")  # fmt: skip
     advice = "no rung helps: do this every so many steps only (log_every_n_steps, a callback's own interval)"
+    if is_transfer(seen):
+        advice = ("most of it is your batch transfer hook; no rung helps: move that work into the dataset or collate"
+                  " function, where workers do it ahead of need, or onto the GPU")  # fmt: skip
     worth = WORTH_NAMING_PCT if seen.device == "cuda" else CPU_WORTH_PCT
     return named(seen, "callbacks_logging", spent, facts, Remedy(None, advice), worth_pct=worth, least_ms=ORDINARY_MS)
+
+
+def is_transfer(seen: Measurement) -> bool:
+    """Whether most of what hooks take is a batch transfer hook's of the user."""
+    spent = {name: number(ms) or 0.0 for name, ms in seen.hooks_ms.items()}
+    return 2 * sum(ms for name, ms in spent.items() if name.endswith(TRANSFER_HOOKS)) > sum(spent.values())
 
 
 def host_other(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:
@@ -83,6 +98,8 @@ def host_other(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:
     off, loop = (split.blocked if split else None) or 0.0, part_ms(seen, "host_other") or 0.0
     if step is None:
         return None
+    if seen.world_size > 1:
+        loop = garbage  # the rest is Lightning asking all ranks after every batch, and so a wait for the slowest
     if seen.device != "cuda":
         loop = loop if step >= TINY_STEP_MS else garbage  # the rest of a tiny step's is the loop's price
         off, loop = (ms if 100 * ms >= CPU_WORTH_PCT * step else 0.0 for ms in (off, loop))

@@ -5,43 +5,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastloop.diagnose.naming import per_step, share_pct
-from fastloop.diagnose.reading import garbage_ms, number
-from fastloop.diagnose.split import GAPS, WORTH_NAMING_PCT, total
+from fastloop.diagnose.reading import garbage_ms, number, step_ms
+from fastloop.diagnose.split import GAPS, WORTH_NAMING_PCT, part_ms, total
 from fastloop.measurement import Measurement
 from fastloop.records import Finding
 
 NAME = "pauses"
+TITLE = "SINGLE PAUSES"
 MOSTLY = 0.5
 """Share of a finding from which on it is not one of each step."""
+UNEVEN = 2.0
+"""The mean step, less what is known to come now and then, against the median one."""
 
 
-def told_apart(seen: Measurement, found: Sequence[Finding]) -> list[Finding]:
-    """The findings, with one for single pauses in place of all that these may be most of.
+def of_each_step(seen: Measurement, found: Sequence[Finding]) -> list[Finding]:
+    """The findings without those that single pauses may be most of.
 
-    Which part of the step the pauses came in is not known, so each of them is held against the whole.
+    Which part of the step the pauses came in is not known, but for what is unexplained: so each finding is held against
+    all the rest of them.
     """
-    paused = pauses_ms(seen)
-    share = share_pct(seen, paused)
-    if not share:
-        return list(found)
-    of_each = [finding for finding in found if finding.bottleneck in GAPS or finding.share_pct is None
-               or finding.share_pct - share >= max(WORTH_NAMING_PCT, MOSTLY * finding.share_pct)]  # fmt: skip
-    if len(of_each) == len(found):
-        return of_each
-    hidden = [finding.bottleneck for finding in found if finding not in of_each]
+    share = share_pct(seen, max(0.0, pauses_ms(seen) - (part_ms(seen, "unexplained") or 0.0))) or 0.0
+    return [finding for finding in found if not share or finding.bottleneck in GAPS or finding.share_pct is None
+            or finding.share_pct - share >= max(WORTH_NAMING_PCT, MOSTLY * finding.share_pct)]  # fmt: skip
+
+
+def told(seen: Measurement, hidden: Sequence[Finding]) -> str | None:
+    """Words for single pauses that `hidden` findings were mostly made of, or that are worth telling by themselves."""
+    paused, names = pauses_ms(seen), [finding.bottleneck for finding in hidden]
+    if not names and (share_pct(seen, paused) or 0.0) < WORTH_NAMING_PCT:
+        return None
     steps, median = (seen.evidence.get(NAME) or {}).get("steps"), number(seen.step_ms.get("median"))
     usual = "" if median is None else f", where the median step takes {median:.2f} ms"
-    why = (f"{steps} of {seen.steps} steps took so long that this makes {per_step(seen, paused)}{usual}: that may be"
-           f" most of {' and '.join(hidden)}, so no cost of each step is named; no rung helps: run longer, where single"
-           " pauses weigh less")  # fmt: skip
-    return [*of_each, Finding(bottleneck=NAME, share_pct=share, why=why)]
+    most = f"that may be most of {' and '.join(names)}, so no cost of each step is named; " if names else ""
+    return (f"{steps} of {seen.steps} steps took so long that this makes {per_step(seen, paused)}{usual}: {most}"
+            "no rung helps: run longer, where single pauses weigh less")  # fmt: skip
+
+
+def uneven(seen: Measurement) -> str | None:
+    """Words for a mean step that is that of a few long ones, more than single pauses; None where it is not."""
+    mean, median = step_ms(seen), number(seen.step_ms.get("median"))
+    known = (total(seen, GAPS) or 0.0) + _garbage_ms(seen) + pauses_ms(seen)
+    if mean is None or not median or mean - known < UNEVEN * median:
+        return None
+    return f"the mean step is {mean / median:.1f} times the median one of {median:.2f} ms: that of a few long ones"
 
 
 def pauses_ms(seen: Measurement) -> float:
-    """What single long steps add to the mean one, less what is known to come now and then; 0 where there are none.
-
-    Passes of the garbage collector, on whichever rank, are told as such.
-    """
+    """What single long steps add to the mean one, less what is known to come now and then; 0 where there are none."""
     added = number((seen.evidence.get(NAME) or {}).get("ms_per_step")) or 0.0
-    garbage = max([garbage_ms(seen), *(number(rank.get("garbage_ms")) or 0.0 for rank in seen.ranks)])
-    return max(0.0, added - garbage - (total(seen, GAPS) or 0.0))
+    return max(0.0, added - _garbage_ms(seen) - (total(seen, GAPS) or 0.0))
+
+
+def _garbage_ms(seen: Measurement) -> float:
+    """Passes of the garbage collector, on whichever rank: they are told as such."""
+    return max([garbage_ms(seen), *(number(rank.get("garbage_ms")) or 0.0 for rank in seen.ranks)])

@@ -11,6 +11,15 @@ from fastloop.measurement import Measurement
 TENSOR_UNUSED_PCT = 2.0
 DISTURBED = 0.9
 """Of the run's own rate: a trial that is slower than this although it has less to do was not alone on the machine."""
+BEYOND = 0.15
+"""Of the step: a trial that saves more than what it took away cost, and this, was of another speed than the run."""
+TAKES_AWAY = {"replayed": ("data_wait", "epoch_gap"), "resident": ("data_wait", "epoch_gap", "h2d"),
+              "no_exchange": ("data_wait", "epoch_gap", "backward", "comm_exposed")}  # fmt: skip
+"""The parts of the step in which each trial's savings lie. With several ranks also the backward, in which they wait for
+the one whose data comes last."""
+CPU_WORTH_PCT = 10.0
+"""From here on the host's doings are named on the CPU, where they are seen of few steps and compete with the training:
+twenty sound trainings beside other work on two cores read up to 9.6 %."""
 OFTEN = 0.5
 """Synchronisations a step from which on a line is held against the step as such."""
 
@@ -75,17 +84,26 @@ def garbage_ms(seen: Measurement) -> float:
     return min(number(found.get("ms_per_step")) or 0.0, number(seen.parts_ms.get("host_other")) or 0.0)
 
 
+def is_beyond(seen: Measurement, ceiling: str) -> bool:
+    """Whether a trial beat the run by clearly more than the parts that it takes away: T / (T - x) is all they allow."""
+    best, now, step = number(seen.ceilings.get(ceiling)), number(seen.samples_per_s), step_ms(seen)
+    if not best or not now or step is None or number(seen.parts_ms.get("data_wait")) is None:
+        return False
+    parts = {*TAKES_AWAY[ceiling], *(TAKES_AWAY["no_exchange"] if seen.world_size > 1 else ())}
+    return step * (1 - now / best) - sum(number(seen.parts_ms.get(part)) or 0.0 for part in parts) > BEYOND * step
+
+
 def measured_gain_pct(seen: Measurement, ceiling: str, over: str | None = None) -> float | None:
     """What a trial without one cost gained over this run, or over another trial. A little less than nothing is 0.
 
     None without such trials, and where one was so much slower than what it is held against, or than the run, that
-    something else disturbed it.
+    something else disturbed it, or so much faster that something else disturbed the run.
     """
     best, now = number(seen.ceilings.get(ceiling)), number(seen.samples_per_s)
     if over is not None:
         disturbed = None in (measured_gain_pct(seen, ceiling), measured_gain_pct(seen, over))
         now = None if disturbed else number(seen.ceilings.get(over))
-    if not best or not now or best < DISTURBED * now:
+    if not best or not now or best < DISTURBED * now or is_beyond(seen, ceiling):
         return None
     return max(0.0, 100 * (best / now - 1))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from fastloop.diagnose import busy, comm, data, device, gaps, host, nothing
+from fastloop.diagnose import busy, comm, data, device, gaps, host, nothing, pauses
 from fastloop.diagnose.headline import title
 from fastloop.diagnose.naming import serial_gain_pct
-from fastloop.diagnose.pauses import told_apart
 from fastloop.diagnose.reading import number, step_ms
 from fastloop.diagnose.split import WORTH_NAMING_PCT
 from fastloop.measurement import PARTS, Measurement
@@ -32,15 +31,20 @@ def findings(seen: Measurement, enabled: tuple[str, ...] = ()) -> tuple[Finding,
         enabled: rungs that are switched on, which no patch proposes again.
     """
     if step_ms(seen) is None or not any(number(seen.parts_ms.get(part)) is not None for part in PARTS):
-        found = [Finding(bottleneck="none", share_pct=None, why=nothing.too_short(seen))]
+        found = [nothing.too_short(seen)]
     else:
         named = [finding for rule in RULES if (finding := rule(seen, enabled)) is not None]
-        found = _within_the_step(told_apart(seen, named))
+        each = pauses.of_each_step(seen, named)
+        hidden = [finding for finding in named if finding not in each]
+        found = _within_the_step(each)
         if len(found) > 1 and busy.is_well_used(seen):  # no reason to leave a slow validation as it is
             found = [finding for finding in found if finding.bottleneck != "compute_bound"]
-        found = found or [Finding(bottleneck="none", share_pct=None, why=nothing.to_name(seen))]
+        if found:
+            beside = filter(None, (pauses.told(seen, hidden), *nothing.doubts(seen)))
+            found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *beside))
+        found = found or [nothing.to_name(seen, hidden)]
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *seen.state))
-    return tuple(dataclasses.replace(finding, title=title(finding, seen)) for finding in found)
+    return tuple(dataclasses.replace(finding, title=finding.title or title(finding, seen)) for finding in found)
 
 
 def _within_the_step(found: list[Finding]) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 What the parts measured is taken as it is. Inside forward, backward and optimizer the device may have been idle; that
 time is divided in this order: waiting for another rank, for the exchange of gradients, after a synchronisation, for a
-host that slept, for launches. The rest is the device's own work.
+host that slept, for launches. The rest is the device's own work, as far as its counters saw it work at all.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Inside:
     sync: float | None = None
     blocked: float | None = None
     launch: float | None = None
+    unseen: float = 0.0
+    """The device was idle, say its counters, and nothing tells what it waited for."""
     busy: float = 0.0
     """What no owner claims: the device at work, as far as can be told."""
     source: Source | None = None
@@ -123,8 +125,10 @@ def inside(seen: Measurement) -> Inside | None:
     if idle is None:
         return Inside(waits=waits, comm=comm, busy=room)
     sync, blocked, launch, source = idle
-    return Inside(waits=waits, comm=comm, sync=sync, blocked=blocked, launch=launch, source=source,
-                  busy=max(0.0, room - sync - (blocked or 0.0) - launch))  # fmt: skip
+    rest = max(0.0, room - sync - (blocked or 0.0) - launch)
+    unseen = _unseen(seen, rest)
+    return Inside(waits=waits, comm=comm, sync=sync, blocked=blocked, launch=launch, source=source, unseen=unseen,
+                  busy=rest - unseen)  # fmt: skip
 
 
 def device_limits(seen: Measurement) -> bool:
@@ -132,10 +136,12 @@ def device_limits(seen: Measurement) -> bool:
     split, step = inside(seen), step_ms(seen)
     if seen.device != "cuda" or split is None or step is None:
         return False
-    idle = (total(seen, STARVING) or 0.0) + (split.sync or 0.0) + (split.blocked or 0.0) + (split.launch or 0.0)
+    idle = (total(seen, STARVING) or 0.0) + sum(ms or 0.0 for ms in (split.sync, split.blocked, split.launch))
+    active = activity(seen)[0] or 0.0
+    idle += split.unseen + ((part_ms(seen, "unexplained") or 0.0) if active < BUSY_PCT else 0.0)
     if idle >= STARVED_SHARE * max(0.0, step - (total(seen, GAPS) or 0.0)):
         return False
-    return drained(seen) is False or (activity(seen)[0] or 0.0) >= BUSY_PCT
+    return drained(seen) is False or active >= BUSY_PCT
 
 
 def _blocked(seen: Measurement) -> float | None:
@@ -185,6 +191,23 @@ def _counted(seen: Measurement, room: float) -> _Idle | None:
     return sync, blocked, left - (blocked or 0.0) if empty else 0.0, source
 
 
+def _unseen(seen: Measurement, rest: float) -> float:
+    """How much of what no owner claims the device was idle for. A queue that is full in most steps tells of those only.
+
+    Less than what is worth naming is the difference between a clock and a counter.
+    """
+    step, (active, source) = step_ms(seen), activity(seen)
+    if step is None or active is None or (source == "nvml" and _starved(seen, step)):
+        return 0.0
+    idle = max(0.0, rest - step * min(100.0, active) / 100)
+    return idle if 100 * idle >= WORTH_NAMING_PCT * step else 0.0
+
+
+def _starved(seen: Measurement, step: float) -> bool:
+    """NVML reads too little on a starved device: 4 % where it had work for 14 % of the time."""
+    return (total(seen, STARVING) or 0.0) >= STARVED_SHARE * step
+
+
 def _idle_ms(seen: Measurement, room: float) -> tuple[float, Source] | None:
     step, empty = step_ms(seen), drained(seen)
     active, source = activity(seen)
@@ -194,7 +217,7 @@ def _idle_ms(seen: Measurement, room: float) -> tuple[float, Source] | None:
         return 0.0, source  # a queue of work, and no finer reading
     if active is None:
         return room, "bound"
-    if source == "nvml" and (total(seen, STARVING) or 0.0) >= STARVED_SHARE * step:
-        return None  # NVML reads too little on a starved device: 4 % where it had work for 14 % of the time
+    if source == "nvml" and _starved(seen, step):
+        return None
     elsewhere = total(seen, (*STARVING, *GAPS, "h2d")) or 0.0
     return min(room, max(0.0, step * (1 - min(100.0, active) / 100) - elsewhere)), source

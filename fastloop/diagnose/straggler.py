@@ -1,6 +1,7 @@
-"""Which rank makes the others wait? A rank's own time is its step without the wait for slower ranks in its backward.
+"""Which rank makes the others wait? A rank's own time is its step without the waits for slower ranks.
 
-Passes of Python's garbage collector are left out of it: in a short fit one of them would name the rank it came to.
+It waits in its backward, and in ``host_other``: there Lightning asks all ranks after every batch whether one was told
+to end. Passes of Python's garbage collector count as that too: in a short fit one would name the rank it came to.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fastloop.diagnose.reading import number, step_ms
+from fastloop.diagnose.reading import CPU_WORTH_PCT, number, step_ms
 from fastloop.measurement import PARTS, Measurement
 
 WORTH_SHARE = 0.05
+WAITS = ("backward", "comm_exposed", "host_other")
+"""Parts that a rank waits for others in; the exchange is one as far as a trace of that rank told it apart."""
+COVERS = 1.5
+"""A wait is blamed on the slow rank's slowest part, if it is no longer than so many times what that part is behind."""
 RANK_0_ALONE = ("callbacks_logging", "validation", "checkpoint", "epoch_gap")
 """Logging and saving are rank 0's by design: a rule names them as what they are."""
 
@@ -34,14 +39,15 @@ def straggler(seen: Measurement) -> Straggler | None:
     found = [rank for rank in seen.ranks if number(_parts(rank).get("backward")) is not None]
     if step is None or len(found) < 2 or len(found) < len(seen.ranks):
         return None
-    least = min(_backward(rank) for rank in found)
-    own = [max(0.0, (_step(rank) or step) - (_backward(rank) - least) - _garbage(rank))
-           for rank in found]  # fmt: skip
+    least = min(_waits(rank) for rank in found)
+    own = [max(0.0, (_step(rank) or step) - (_waits(rank) - least)) for rank in found]
     at = max(range(len(own)), key=own.__getitem__)
     excess = min(step, own[at] - statistics.median(own[:at] + own[at + 1 :]))
-    if excess < WORTH_SHARE * step:
+    if excess < (WORTH_SHARE if seen.device == "cuda" else CPU_WORTH_PCT / 100) * step:
         return None
     part, mine, theirs = _slow_part(found, at)
+    if excess > COVERS * (mine - theirs):
+        return None
     rank = int(found[at].get("rank", at))
     if rank == 0 and part in RANK_0_ALONE:
         return None
@@ -56,23 +62,18 @@ def _slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, flo
         mine = number(_parts(found[at]).get(part)) or 0.0
         return mine, statistics.median(number(_parts(rank).get(part)) or 0.0 for rank in others)
 
-    part = max((name for name in PARTS if name != "comm_exposed"), key=lambda name: gap(name)[0] - gap(name)[1])
+    own = [name for name in PARTS if name not in WAITS]
+    part = max(own, key=lambda name: gap(name)[0] - gap(name)[1])
     return part, *gap(part)
 
 
 def _parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
-    parts = rank.get("parts_ms") or {}
-    loop = number(parts.get("host_other"))
-    return parts if loop is None else {**parts, "host_other": max(0.0, loop - _garbage(rank))}
+    return rank.get("parts_ms") or {}
 
 
-def _backward(rank: Mapping[str, Any]) -> float:
-    """With the exchange, as far as a trace of that rank told it apart: who waits for others does it in there."""
-    return float(_parts(rank)["backward"]) + (number(_parts(rank).get("comm_exposed")) or 0.0)
-
-
-def _garbage(rank: Mapping[str, Any]) -> float:
-    return number(rank.get("garbage_ms")) or 0.0
+def _waits(rank: Mapping[str, Any]) -> float:
+    """What a rank spends where it waits for others."""
+    return sum(number(_parts(rank).get(part)) or 0.0 for part in WAITS)
 
 
 def _step(rank: Mapping[str, Any]) -> float | None:

@@ -18,7 +18,7 @@ from fastloop.report.svg import printable
 from fastloop.yamlfile import dump_yaml
 
 _GOOD = ("none", "compute_bound")
-_UNKNOWN = ("TOO SHORT TO JUDGE", "NOT MEASURED")
+_UNKNOWN = ("TOO SHORT TO JUDGE", "NOT MEASURED", "NO BOTTLENECK FOUND", "NO SINGLE BOTTLENECK", "SINGLE PAUSES")
 
 
 def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: Sequence[Finding], *,
@@ -36,8 +36,7 @@ def report(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings:
         **_head(seen, findings, titles, name), "tiles": _tiles(seen), "pictures": pictures,
         "svg": defaultdict(Markup, {key: Markup(picture.markup) for key, picture in pictures.items()}),
         "why_no_pictures": _why_no_pictures(pictures), "parts": tables.parts(seen), "step": tables.step(seen),
-        "findings": [_card(finding, title, seen) for finding, title in zip(findings, titles, strict=True)],
-        "then": then, "later": later,
+        "findings": _cards(findings, titles, seen), "then": then, "later": later,
         "readings": readings.tables(seen), "rungs": tables.rungs(verdicts), "rung_notes": tables.rung_notes(plan),
         "parity": plan.parity, "losses": tables.losses(seen), "state": seen.state, "missing": readings.missing(seen),
         "changed_yaml": changed_yaml.rstrip(), "environment": tables.environment(environment),
@@ -78,6 +77,7 @@ def _head(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str],
     return {
         "name": name, "tone": "unknown" if told in _UNKNOWN else tone, "verdict": _sentence(told),
         "why": _upper(findings[0].why) if findings else "Nothing was watched.", "flags": summary.flags(seen),
+        "also": [_sentence(title) for title in titles[1:]],
         "ceiling": _upper(summary.ceiling_line(seen, findings).replace("   ", " \u00b7 ")),
         "notes": notes(seen),
         "run": list(filter(None, (summary.setting(seen, name), summary.devices(seen), summary.window(seen)))),
@@ -113,6 +113,17 @@ def _tiles(seen: Measurement) -> list[tuple[str, str, str]]:
         ("watching", number(seen.watch_us_per_step), "us a step"),
     ]  # fmt: skip
     return [(label or "rate", value, "" if value == "n/a" else unit) for label, value, unit in found if value]
+
+
+def _cards(findings: Sequence[Finding], titles: Sequence[str], seen: Measurement) -> list[dict[str, Any]]:
+    """A card for each finding, without what the head of the page says of the first one: its reason and its ceiling."""
+    cards = [_card(finding, title, seen) for finding, title in zip(findings, titles, strict=True)]
+    if cards:
+        cards[0]["why"] = ""
+        if summary.ceiling_line(seen, findings):
+            cards[0]["bound"] = "n/a"
+    return [card for card in cards if card["why"] or card["detail"] or card["patch"]
+            or (card["share"], card["bound"]) != ("n/a", "n/a")]  # fmt: skip
 
 
 def _card(finding: Finding, title: str, seen: Measurement) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop import FastLoop
-from fastloop.bridge.eyes import REPLACED, Eyes, planned_steps, summary
+from fastloop.bridge.eyes import REPLACED, SYNCS, Eyes, of_rank, planned_steps, summary
 from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock
 from fastloop.measurement import GPU_READINGS, Measurement
-from tests.bridge.made_up import CPU, Time, run, settings
+from tests.bridge.live_fit import Strict
+from tests.bridge.made_up import CPU, Time, forget_compiles, run, settings
 from tests.models import WEIGHTS_ONLY, Regression, loader, trainer
 
 pytestmark = pytest.mark.short
@@ -128,10 +131,66 @@ def test_a_later_look_has_figures_of_its_own(eyes: Eyes, time: Time) -> None:
     eyes.figures()
     eyes.watch.close()
     eyes._switch(Clock(CPU, warmup_steps=0))
-    run(eyes.watch, time, 5, compute_s=0.07)
-    assert eyes.figures() == {}, "of another clock than the one that was told"
-    run(eyes.watch, time, 5, compute_s=0.07)
-    assert eyes.figures()["step_ms"] == pytest.approx(80.0)
+    for _ in range(2):
+        run(eyes.watch, time, 30, compute_s=0.07)
+        assert eyes.figures()["step_ms"] == pytest.approx(80.0)
+
+
+def passes(eyes: Eyes, time: Time, steps: int, step_s: float = 0.05, batches: int = 1, batch: Any = None) -> None:
+    """Steps that nobody marks, as the callback hears of them."""
+    site = SimpleNamespace(global_step=eyes._step, accumulate_grad_batches=batches)
+    for _ in range(steps):
+        for number in range(batches):
+            time.passes(step_s / batches)
+            site.global_step += number == batches - 1
+            eyes.batch_end(site, None, torch.zeros(4, 2) if batch is None else batch)
+
+
+def test_figures_go_on_when_the_window_is_over(eyes: Eyes, time: Time) -> None:
+    run(eyes.watch, time, 20)
+    assert "data_wait_pct" in eyes.figures()
+    eyes.watch.close()
+    eyes.figures()  # of the window's last step
+    passes(eyes, time, 10, batches=2)
+    assert eyes.figures() == pytest.approx({"step_ms": 50.0, "samples_per_s": 160.0}), "of waits nothing is known"
+    passes(eyes, time, 4, step_s=0.1)
+    eyes._ranks = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    assert eyes.figures() == pytest.approx({"step_ms": 100.0, "samples_per_s": 80.0}), "of the last steps only"
+    assert eyes.figures() == {}, "no step has ended since"
+    passes(eyes, time, 4, batch="text")
+    assert eyes.figures() == {"step_ms": pytest.approx(50.0), "samples_per_s": None}
+
+
+def test_figures_of_the_warm_up_leave_out_its_beginning(eyes: Eyes, time: Time) -> None:
+    passes(eyes, time, 1, step_s=60.0)
+    assert eyes.figures() == {}, "the first steps compile, and fill queues"
+    passes(eyes, time, 10)
+    assert eyes.figures() == pytest.approx({"step_ms": 50.0, "samples_per_s": 80.0})
+
+
+class Writes(L.Callback):
+    """Live figures due at every step."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loop = next(each for each in trainer.callbacks if isinstance(each, FastLoop))
+        self.live = loop._eyes._live
+        self.live._every_s, self.live._due, self.bar = 0.0, 0.0, []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self.bar.append(dict(self.live.shown))
+
+
+def test_a_fit_is_live_to_its_end_and_the_bar_shows_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastloop.bridge.watch.Watch._is_over", lambda watch: watch.clock.total_steps >= 8)
+    logger, writes = Strict(), Writes()
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    trainer(max_epochs=4, callbacks=[loop, writes], logger=logger).fit(Regression(), loader())
+    assert loop.measurement is not None and 0 < loop.measurement.steps < 10, "the window ended early"
+    written = {step: row for step, row in logger.ours if step < 32}
+    assert set(range(10, 32)) <= set(written) and all(row["fastloop/step_ms"] > 0 for row in written.values())
+    assert all(row["fastloop/samples_per_s"] > 0 for row in written.values())
+    last = written[31]
+    assert "fastloop/data_wait_pct" not in last and writes.bar[-1] == {} and {"fed"} in map(set, writes.bar)
 
 
 def test_the_summary_is_of_numbers_that_are_known() -> None:
@@ -170,6 +229,69 @@ def test_extras_are_those_asked_for(hunt: bool, trace_steps: int) -> None:
     names = [type(extra).__name__ for extra in eyes.watch._extras]
     assert names == ["HuntSyncs"] * hunt + ["Trace"] * bool(trace_steps)
     assert (eyes.trace is None) == (trace_steps == 0) and eyes.watch.board is None, "no GPU, no board"
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(2, [1]), (20, [1, 3, 4, 5])])
+def test_work_is_counted_in_one_step_or_else_in_a_later_one(warmup: int, steps: list[int]) -> None:
+    eyes = Eyes(trainer(), WatchSettings(warmup_steps=warmup), warn=pytest.fail)
+    assert [step for step, probe in eyes.watch._probes.items() if probe is eyes.work] == steps
+
+
+class Skips(Regression):
+    """Has nothing to learn from the batches whose numbers it is given."""
+
+    def __init__(self, *skipped: int) -> None:
+        super().__init__()
+        self.skipped = skipped
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_was_skipped_is_not_what_work_is_counted_on() -> None:
+    forget_compiles()
+    found = []
+    for skipped in ((), (1,), (1, 3, 4, 5)):
+        loop = FastLoop({"watch": {"warmup_steps": 6}}, quiet=True)
+        trainer(max_epochs=2, callbacks=[loop]).fit(Skips(*skipped), loader())
+        assert loop.measurement is not None
+        found.append(loop.measurement.flops)
+    assert found[0]["per_sample"] == found[1]["per_sample"] > 0
+    assert found[2]["per_sample"] is None and "the counted step had no" in found[2]["why"]
+    assert loop.measurement.tflop_per_s is None, "n/a, and not 0"
+
+
+def test_what_was_hunted_is_said_though_nothing_was_found() -> None:
+    for steps, hunted in ((24, 5), (4, 0)):
+        loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+        loop.hunt_syncs = True
+        trainer(max_epochs=-1, max_steps=steps, callbacks=[loop]).fit(Regression(), loader())
+        assert loop.measurement is not None and loop.measurement.evidence[SYNCS] == {"hunted_steps": hunted}
+    plain = FastLoop(quiet=True)
+    trainer(callbacks=[plain]).fit(Regression(), loader())
+    assert plain.measurement is not None and SYNCS not in plain.measurement.evidence
+
+
+def test_a_rank_hands_in_how_its_fit_ended() -> None:
+    seen = Measurement(step_ms={"mean": 4.0}, evidence={"garbage_collection": {"ms_per_step": 0.5}}, steps=7)
+    well, badly = of_rank(seen), of_rank(dataclasses.replace(seen, partial=True), KeyError("x"))
+    assert (well["partial"], well["ended_by"], well["garbage_ms"], well["steps"]) == (False, None, 0.5, 7)
+    assert (badly["partial"], badly["ended_by"], badly["step_ms"]) == (True, "KeyError", {"mean": 4.0})
+
+
+class Scheduled(Regression):
+    """Its learning rate takes a while to find, every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        slow = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: sleep(0.002) or 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": slow, "interval": "step"}}
+
+
+def test_a_slow_schedule_is_named() -> None:
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    trainer(max_epochs=2, callbacks=[loop]).fit(Scheduled(), loader())
+    assert loop.measurement is not None and "Scheduled.lr_scheduler_step" in loop.measurement.hooks_ms
 
 
 class Breaks(L.Callback):
@@ -234,7 +356,7 @@ class Collects(torch.utils.data.Dataset[Any]):
         return torch.ones(8), torch.ones(1)
 
 
-@pytest.mark.parametrize(("listens", "named"), [(True, "host_other"), (False, "pauses")])
+@pytest.mark.parametrize(("listens", "named"), [(True, "host_other"), (False, "none")])
 def test_a_pass_of_the_garbage_collector_is_not_the_loaders(
     listens: bool, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

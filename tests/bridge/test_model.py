@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastloop.bridge.model import evidence
+from tests.models import Regression
 
 
 def net() -> torch.nn.Module:
@@ -18,12 +19,12 @@ def net() -> torch.nn.Module:
 
 def seen(module: torch.nn.Module | None, **groups: Any) -> dict[str, Any]:
     optimizer = SimpleNamespace(param_groups=[groups])
-    return evidence(SimpleNamespace(lightning_module=module, optimizers=[optimizer]))
+    return evidence(SimpleNamespace(lightning_module=module, datamodule=None, optimizers=[optimizer]))
 
 
 def test_a_plain_model() -> None:
     assert seen(net()) == {"compiled": False, "channels_last": False, "fused": False, "convs": 2,
-                           "parameters": 3 * 8 * 9 + 8 + 64 + 8 + 16 + 2}  # fmt: skip
+                           "transfer_hooks": [], "parameters": 3 * 8 * 9 + 8 + 64 + 8 + 16 + 2}  # fmt: skip
     assert seen(None) == {}
 
 
@@ -40,3 +41,11 @@ def test_what_the_user_did_already(change: Any, name: str) -> None:
 
 def test_fused_only_where_every_group_is() -> None:
     assert seen(net(), fused=True)["fused"] and not seen(net(), fused=None)["fused"]
+
+
+def test_batch_transfer_hooks_of_the_users_own() -> None:
+    class Moves(Regression):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch
+
+    assert seen(Moves())["transfer_hooks"] == ["transfer_batch_to_device"] and not seen(Regression())["transfer_hooks"]

@@ -171,9 +171,28 @@ def test_trials_that_were_disturbed_say_nothing_of_copies(
     assert all(finding.ceiling_is_estimate is estimate for finding in found)
 
 
-def test_on_the_cpu_no_rung_hides_a_move() -> None:
-    (finding,) = findings(scene(100.0, h2d=40.0, device="cpu"))
-    assert finding.bottleneck == "h2d" and finding.patch is None and "batch transfer hooks" in finding.why
+MOVES = {"model": {"transfer_hooks": ["transfer_batch_to_device"]}}
+
+
+@pytest.mark.parametrize(("ms", "evidence", "named"), [
+    (40.0, MOVES, True), (10.1, MOVES, True), (9.9, MOVES, False), (40.0, {}, False),
+    (40.0, {"model": {"transfer_hooks": ["on_after_batch_transfer"]}}, False),
+])  # fmt: skip
+def test_on_the_cpu_only_a_hook_of_the_users_moves_anything(ms: float, evidence: Any, named: bool) -> None:
+    """Seen: 7 of 30 short fits waited for copies that there were none of."""
+    (finding,) = findings(scene(100.0, h2d=ms, device="cpu", evidence=evidence))
+    assert (finding.bottleneck == "h2d") is named and finding.patch is None
+    assert ("your transfer_batch_to_device" in finding.why) is named
+    assert named or "h2d" in finding.why, "it is told all the same"
+    assert findings(scene(100.0, h2d=5.1, trail=30.0))[0].bottleneck == "h2d", "a GPU has copies"
+
+
+@pytest.mark.parametrize(("rate", "estimate"), [(190.0, True), (140.0, False)])
+def test_a_trial_that_gained_more_than_the_wait_is_no_measure_of_it(rate: float, estimate: bool) -> None:
+    (finding,) = findings(scene(100.0, data_wait=30.0, trail=50.0, samples_per_s=100.0, ceilings={"replayed": rate}))
+    assert finding.bottleneck == "data_wait" and finding.ceiling_is_estimate is estimate
+    assert finding.ceiling_gain_pct == pytest.approx(100 * 30 / 70 if estimate else rate - 100)
+    assert any("190 replayed, which no part of the step accounts for" in line for line in finding.detail) is estimate
 
 
 @pytest.mark.parametrize(("rate", "named"), [(67.0, True), (99.0, False), (101.0, False), (None, True)])

@@ -170,6 +170,17 @@ def test_callbacks_with_the_slowest_by_name() -> None:
     assert "quick" not in finding.why and "log_every_n_steps" in finding.why and finding.patch is None
 
 
+@pytest.mark.parametrize(("hook", "other", "theirs"), [
+    ("Net.on_after_batch_transfer", 1.0, True), ("Data.on_before_batch_transfer", 1.0, True),
+    ("Net.on_after_batch_transfer", 11.0, False), ("Net.on_train_batch_end", 0.0, False),
+])  # fmt: skip
+def test_a_batch_transfer_hook_is_not_to_be_called_less_often(hook: str, other: float, theirs: bool) -> None:
+    (finding,) = findings(on_cpu(callbacks_logging=20.0, hooks_ms={hook: 10.0, "Slow.on_train_batch_start": other}))
+    assert finding.bottleneck == "callbacks_logging" and hook in finding.why
+    assert (finding.title == "HELD UP BY A TRANSFER HOOK") is theirs
+    assert ("your batch transfer hook" in finding.why) is theirs and ("log_every_n_steps" in finding.why) is not theirs
+
+
 @pytest.mark.parametrize(("step", "ms", "named"), [(40.0, 3.9, False), (40.0, 4.1, True), (1.0, 0.24, False),
                                                    (1.0, 0.26, True)])  # fmt: skip
 def test_the_price_of_a_progress_bar_is_not_named(step: float, ms: float, named: bool) -> None:
@@ -204,6 +215,17 @@ def test_a_host_asleep_beside_a_gpu_counts_only_where_the_gpu_waited() -> None:
 def test_a_loop_busy_between_its_hooks() -> None:
     (finding,) = findings(on_cpu(host_other=10.0))
     assert finding.bottleneck == "host_other" and "between its hooks took 10.0 of 40.0" in finding.why
+
+
+def test_where_ranks_wait_for_one_another_no_host_is_blamed() -> None:
+    """Lightning asks all ranks after every batch whether one was told to end: who waits there waits for the slowest."""
+    for device, seen in (("cpu", on_cpu(host_other=10.0)), ("cuda", scene(40.0, host_other=10.0, trail=9.0))):
+        assert names(seen) == ["host_other"] and seen.device == device
+        assert names(dataclasses.replace(seen, world_size=2)) == ["none"]
+    both = on_cpu(host_other=10.0, world_size=2, **collected(9.0))
+    (finding,) = findings(both)
+    assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(22.5), "garbage is its own"
+    assert "between its hooks" not in finding.why
 
 
 # -- the garbage collector --------------------------------------------------------------------------------------------

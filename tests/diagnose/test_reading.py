@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fastloop.diagnose.reading import (
     activity,
     families,
+    is_beyond,
     kernels,
     measured_gain_pct,
     micro_batches,
@@ -18,7 +20,7 @@ from fastloop.diagnose.reading import (
     step_ms,
     syncing_lines,
 )
-from fastloop.measurement import Measurement
+from fastloop.measurement import CEILINGS, Measurement
 from tests.diagnose.scenes import cifar10_launches, with_trace
 
 
@@ -86,3 +88,21 @@ def test_tensor_cores_that_never_ran_show_fp32() -> None:
     seen = {"peaks": {"convolution_tf32": True, "dtype": None}, "precision": "32-true"}
     assert precision(Measurement(**seen, gpu={"tensor_active_pct": 0.0})) == "fp32"
     assert precision(Measurement(**seen, gpu={"tensor_active_pct": 12.0})) == "tf32"
+
+
+@pytest.mark.parametrize(("parts", "rate", "beyond"), [
+    ({"data_wait": 1.0}, 118.0, False), ({"data_wait": 1.0}, 121.0, True), ({"data_wait": 80.0}, 500.0, False),
+    ({"data_wait": 40.0, "epoch_gap": 40.0}, 500.0, False), ({"data_wait": 1.0}, 50.0, False),
+    ({"data_wait": None}, 500.0, False), ({"data_wait": 1.0}, None, False),
+])  # fmt: skip
+def test_a_trial_saves_no_more_than_it_takes_away(parts: dict[str, Any], rate: Any, beyond: bool) -> None:
+    seen = Measurement(step_ms={"mean": 100.0}, parts_ms=parts, samples_per_s=100.0, ceilings={"replayed": rate})
+    assert is_beyond(seen, "replayed") is beyond and (measured_gain_pct(seen, "replayed") is None) is (
+        beyond or rate is None or rate < 90)  # fmt: skip
+
+
+def test_each_trial_takes_away_its_own_and_ranks_wait_in_their_backward() -> None:
+    seen = Measurement(step_ms={"mean": 100.0}, parts_ms={"data_wait": 1.0, "h2d": 45.0, "backward": 40.0},
+                       samples_per_s=100.0, ceilings=dict.fromkeys(CEILINGS, 200.0))  # fmt: skip
+    assert [name for name in CEILINGS if is_beyond(seen, name)] == ["replayed"]
+    assert not any(is_beyond(dataclasses.replace(seen, world_size=2), name) for name in CEILINGS)

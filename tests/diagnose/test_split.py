@@ -32,7 +32,8 @@ LINE = {"where": "a.py:1", "per_step": 1.0, "ms_per_step": 1.0}
 def test_the_owners_add_up_to_the_compute_phases(seen: Measurement) -> None:
     split = inside(seen)
     assert split is not None
-    owned = [split.waits, split.comm, split.sync or 0.0, split.blocked or 0.0, split.launch or 0.0, split.busy]
+    owned = [split.waits, split.comm, split.sync or 0.0, split.blocked or 0.0, split.launch or 0.0,
+             split.unseen, split.busy]  # fmt: skip
     assert sum(owned) == pytest.approx(total(seen, ("forward", "backward", "optimizer"))) and min(owned) >= 0
 
 
@@ -72,6 +73,38 @@ def test_or_below_five_per_cent_of_a_batch() -> None:
 ], ids=range(11))  # fmt: skip
 def test_when_the_device_is_the_limit(seen: Measurement, expected: bool) -> None:
     assert device_limits(seen) is expected
+
+
+@pytest.mark.parametrize(("change", "unseen"), [
+    ({"gr_active_pct": 34.0}, 66.0), ({"nvml_busy_pct": 37.0}, 63.0), ({"gr_active_pct": 95.1}, 0.0),
+    ({"gr_active_pct": 94.9}, 5.1), ({}, 0.0),
+])  # fmt: skip
+def test_a_device_works_no_longer_than_its_counters_saw_it(change: dict[str, float], unseen: float) -> None:
+    """A queue that is full in most steps: the median work left says nothing of the few in which the device was idle."""
+    seen = scene(100.0, trail=50.0, gpu=change)
+    split = inside(seen)
+    assert split is not None and split.unseen == pytest.approx(unseen) and split.busy == pytest.approx(100 - unseen)
+    assert device_limits(seen) is (unseen < 10)
+    traced = inside(with_trace(seen, 99.0, {"other": 1.0}, {}))
+    assert traced is not None and traced.unseen == pytest.approx(unseen), "the traced steps are others"
+
+
+@pytest.mark.parametrize(("active", "unexplained", "expected"), [
+    (95.0, 15.0, True), (85.0, 15.0, False), (None, 15.0, False), (None, 9.0, True),
+])  # fmt: skip
+def test_the_limit_is_no_device_that_a_part_of_the_step_says_nothing_of(
+    active: float | None, unexplained: float, expected: bool
+) -> None:
+    gpu = {} if active is None else {"gr_active_pct": active}
+    assert device_limits(scene(100.0, trail=50.0, unexplained=unexplained, gpu=gpu)) is expected
+
+
+def test_nvml_is_not_held_against_a_starved_device() -> None:
+    starved = {"data_wait": 40.0, "trail": 50.0}
+    split = inside(scene(100.0, gpu={"nvml_busy_pct": 4.0}, **starved))
+    assert split is not None and split.unseen == 0.0
+    split = inside(scene(100.0, gpu={"gr_active_pct": 4.0}, **starved))
+    assert split is not None and split.unseen == pytest.approx(56)
 
 
 @pytest.mark.parametrize(("active", "expected"), [(89.0, False), (91.0, True), (None, False)])
