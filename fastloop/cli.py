@@ -22,7 +22,7 @@ _more = click.option("--config", "more", multiple=True, metavar="MORE.yaml", hel
 _out = click.option("--out", metavar="DIR", help="Run directory; default fastloop-runs/<name>/<utc>.")
 _force = click.option("--force", is_flag=True, help="Write into a directory that is not empty.")
 _limit = click.option("--limit", "limit_s", type=click.FloatRange(min=1), default=3600.0, show_default=True,
-                      metavar="SECONDS", help="For each training it runs.")  # fmt: skip
+                      metavar="SECONDS", help="For each training; 600 s without a sign of life, too.")  # fmt: skip
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 _resume = click.option("--resume", metavar="DIR", help="Go on where it stopped; repeats nothing that finished.")
 

@@ -72,21 +72,23 @@ class Measurement:
     {data, launch, sync, other}, ``busy_ms``, ``step_ms``, ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``launches``,
     ``steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is none."""
     syncs: tuple[Mapping[str, Any], ...] = ()
-    """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``."""
+    """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, the dearest
+    first. ``evidence["syncs"]``: ``hunted_steps``, where every one of so many steps was searched."""
     ceilings: Mapping[str, float | None] = field(default_factory=dict)
     """Samples per second with costs taken away, each from a trial. ``replayed``: no loader, the same few host batches;
     ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. What the
     exchange costs is ``replayed`` against ``no_exchange``, never against the run as it is."""
     ranks: tuple[Mapping[str, Any], ...] = ()
-    """Per rank: ``rank``, ``host``, ``step_ms``, ``parts_ms``, ``host_ms``; empty for one rank."""
+    """Per rank: ``rank``, ``host``, and what it measured of itself, such as ``step_ms`` and ``parts_ms``, as above;
+    ``ended_by``: the exception its fit ended with. Empty for one rank."""
     drift: tuple[Mapping[str, Any], ...] = ()
     """Later looks at the step: ``at_s``, ``step``, ``step_ms``, ``change_pct``, ``why``."""
     state: tuple[str, ...] = ()
     """What about the machine makes these figures depend on the hour: throttling, other processes on the GPU."""
     watch_us_per_step: float | None = None
     world_size: int = 1
-    total_steps: int = 0
-    """Optimizer steps of the whole fit, warm-up included."""
+    total_steps: int | None = 0
+    """Optimizer steps of the whole fit, warm-up included; None where nobody watched."""
     first_step: int | None = None
     """The optimizer step in which the window began, counted from 1; itself not one of ``steps``."""
     warmup_steps: int = 0

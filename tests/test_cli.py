@@ -124,6 +124,7 @@ MISTYPED = [
     ("config diff safe", "fastloop config diff", "B is missing", "see fastloop config diff --help"),
     ("report", "fastloop report", "RUN_DIR is missing", "see fastloop report --help"),
     ("run cifar10 --forse", "fastloop run", "fastloop run has no option --forse", "write --force"),
+    ("diagnose cifar10 --sync", "fastloop diagnose", "fastloop diagnose has no option --sync", "write --syncs"),
     ("run cifar10 --recipe.size=tiny", "fastloop run", "fastloop run has no option --recipe.size",
      "write recipe.size=…, without dashes"),
     ("rungs amp --json", "fastloop", "Option '--json' requires an argument.", "see fastloop --help"),

@@ -163,7 +163,7 @@ class FastLoop(Callback):
         if not self._training:
             return
         if self.measurement is None:
-            self._measure(trainer, partial=True)
+            self._measure(trainer, exception)
         else:
             self.measurement = dataclasses.replace(self.measurement, partial=True)
         self._conclude(trainer)
@@ -238,15 +238,16 @@ class FastLoop(Callback):
         self._loader_seen = live.evidence(trainer) or self._loader_seen
         return {**found, "loader": self._loader_seen, "model": model.evidence(trainer)}
 
-    def _measure(self, trainer: Any, partial: bool = False) -> None:
+    def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._evidence(trainer)
         if self._applier is not None:
             self.plan = self._applier.plan
         if self._eyes is not None:
-            self.measurement = self._eyes.measure(trainer, evidence, partial=partial)
+            self.measurement = self._eyes.measure(trainer, evidence, raised)
         else:
             device = trainer.strategy.root_device.type
-            self.measurement = Measurement(evidence=evidence, device=device, partial=partial)
+            self.measurement = Measurement(evidence=evidence, device=device, partial=raised is not None,
+                                           total_steps=None)  # fmt: skip
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
             self.findings = diagnose.findings(self.measurement, self.config.ladder.enabled())

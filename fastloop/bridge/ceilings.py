@@ -44,13 +44,14 @@ MEMORY_SHARE = 1 / 32
 
 
 def train(config: Config, out: Path, variation: str, *, beat: Path | None = None, hunt_syncs: bool = False,
-          ledger: bool = False) -> FastLoop:  # fmt: skip
+          ledger: bool = False, further_steps: int = 0) -> FastLoop:  # fmt: skip
     """One training as configured, or with one cost taken away.
 
     Args:
         variation: a Ceiling, or ``as_it_is``.
         beat: the file that gets the step, see `beats.py`.
         ledger: write down which samples each optimizer step saw, see `ledger.py`.
+        further_steps: that many more than configured; what is written down is the configuration.
 
     Raises:
         FastLoopError: as `training.train`, and where this training has no such cost or it cannot be taken away.
@@ -60,6 +61,7 @@ def train(config: Config, out: Path, variation: str, *, beat: Path | None = None
         # Of the trial's own files, which are in the directory before the logger's.
         warnings.filterwarnings("ignore", message=".*Experiment logs directory")
         loop.hunt_syncs = hunt_syncs
+        trainer.fit_loop.epoch_loop.max_steps += further_steps
         if beat is not None:
             Beats.into(trainer, beat)
         take_away(trainer, variation)

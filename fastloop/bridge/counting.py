@@ -46,7 +46,7 @@ def flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
     bare = dataclasses.replace(config, ladder=type(config.ladder)(), watch=WatchSettings(enabled=False), strict=False)
     with _eager():
         training.train(bare, None, prepare=prepare)
-    return counting.count.work.per(counting.samples or 0, f"a trial, eager, {counting.samples} samples")
+    return counting.count.per(counting.samples or 0, f"a trial, eager, {counting.samples} samples")
 
 
 def rates() -> Mapping[str, Any]:

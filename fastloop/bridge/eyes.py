@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,16 @@ from fastloop.bridge.profiler import WatchingProfiler
 from fastloop.bridge.ranks import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch import Probe, Watch
 from fastloop.config import WatchSettings
-from fastloop.evidence import nvml, rates
+from fastloop.evidence import clock, nvml, rates
 from fastloop.evidence.board import Board
 from fastloop.feeds.tree import samples
 from fastloop.measurement import Measurement
 
-COUNTED_STEP, SYNC_STEP = 1, 2
-"""Optimizer steps of the warm-up in which work is counted and synchronisations are looked for: not the first one, in
-which much happens for once."""
+COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
+"""Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
+synchronisations are looked for: not the first one, in which much happens for once."""
+SYNCS = "syncs"
+"""Among the evidence: in how many steps every synchronisation was hunted."""
 
 REPLACED = "the Trainer's profiler was replaced during the fit, and nothing is seen from then on"
 
@@ -49,7 +51,8 @@ class Eyes:
         self.work, self.syncs = CountWork(), FindSyncs()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = Trace(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
-        probes: dict[int, Probe] = {COUNTED_STEP: self.work, **({SYNC_STEP: self.syncs} if on_cuda else {})}
+        probes: dict[int, Probe] = {**dict.fromkeys(COUNTED_STEPS, self.work),
+                                    **({SYNC_STEP: self.syncs} if on_cuda else {})}  # fmt: skip
         self.watch = Watch(self.device, settings, owed=lambda: live.batches_owed(trainer), probes=probes,
                            board=Board(self.uuid) if on_cuda else None,
                            extras=[extra for extra in (self.hunt, self.trace) if extra is not None])  # fmt: skip
@@ -57,8 +60,9 @@ class Eyes:
         self._ranks: Ranks | None = None
         self._live: LiveMetrics | None = None
         self._logs: LogMarks | None = None
-        self._step = 0
-        self._told = (0, 0.0, 0.0, 0)
+        self._step = self._passed_steps = self._passed_samples = 0
+        self._told: tuple[Any, tuple[float, ...], tuple[float, ...]] = (None, (), ())
+        """What live figures were last made from: an account, what it said, and what had passed by then."""
         self._profiler: Any = None
 
     def attach(self, trainer: Any, asks: Callable[[], None], gets: Callable[[], None]) -> Callable[[], None]:
@@ -99,17 +103,23 @@ class Eyes:
         step = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         step_ends = step != self._step
-        self.work.batch(samples(batch))
+        size = samples(batch)
+        self.work.batch(size)
         self.watch.batch_end(loss, batch, step_ends, trainer.accumulate_grad_batches)
         self._step = step
+        self._passed_steps += step_ends
+        self._passed_samples += size or 0
         if step_ends and self._live is not None:
             self._live.tick(trainer)
 
-    def measure(self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]], *, partial: bool) -> Measurement:
-        """Close the window and say what was seen, on rank 0 with what the other ranks saw."""
+    def measure(self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]],
+                raised: BaseException | None = None) -> Measurement:  # fmt: skip
+        """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
         self.watch.close()
+        if self.hunt is not None:
+            evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
         about = {
-            "world_size": trainer.world_size, "precision": str(trainer.precision), "partial": partial,
+            "world_size": trainer.world_size, "precision": str(trainer.precision), "partial": raised is not None,
             "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             "flops": self.work.found, "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
             "kernels": self.trace.found if self.trace is not None else None,
@@ -121,28 +131,29 @@ class Eyes:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
             self._live.end(trainer, summary(seen))
-        return self._with_ranks(seen, partial)
+        return self._with_ranks(seen, raised)
 
     def figures(self) -> dict[str, float | None]:
-        """What the loggers and the bar show while the window is open: the steps since they were last told."""
+        """What the loggers and the bar show of the steps since they were last told: as a clock saw them while one is
+        open, else as they were counted, which tells of no waits."""
         account = self.watch.marks.clock.account
-        now = (account.steps, account.wall_s, account.wait_s, account.samples)
-        steps, wall_s, wait_s, samples = (new - old for new, old in zip(now, self._told, strict=True))
+        seen = (account.steps, account.samples, account.wall_s, account.wait_s)
+        passed = (self._passed_steps, self._passed_samples, clock.now())
+        (told_of, *told), self._told = self._told, (account, seen, passed)
+        steps, samples, wall_s, wait_s = _since(seen, told[0] if told_of is account else (0, 0, 0.0, 0.0))
+        waited = {"data_wait_pct": 100 * wait_s / wall_s} if steps > 0 and wall_s > 0 else {}
+        if not waited:
+            steps, samples, wall_s = _since(passed, told[1] or passed)
         if steps <= 0 or wall_s <= 0:
-            self._told = now  # another clock has begun
             return {}
-        self._told = now
         world = self._ranks.world_size if self._ranks is not None else 1
-        return {"step_ms": 1e3 * wall_s / steps, "samples_per_s": world * samples / wall_s if samples else None,
-                "data_wait_pct": 100 * wait_s / wall_s}  # fmt: skip
+        rate = world * samples / wall_s if samples else None
+        return {"step_ms": 1e3 * wall_s / steps, "samples_per_s": rate, **waited}
 
-    def _with_ranks(self, seen: Measurement, partial: bool) -> Measurement:
+    def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
         if self._ranks is None:
             return seen
-        own = {name: getattr(seen, name) for name in ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s",
-                                                      "lead_ms", "gpu", "steps")}  # fmt: skip
-        own["garbage_ms"] = (seen.evidence.get(GARBAGE) or {}).get("ms_per_step")
-        found = self._ranks.gather(own, PARTIAL_LIMIT_S if partial else LIMIT_S)
+        found = self._ranks.gather(of_rank(seen, raised), LIMIT_S if raised is None else PARTIAL_LIMIT_S)
         why = self._ranks.why if self._ranks.rank == 0 else None
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
 
@@ -161,6 +172,18 @@ class Eyes:
             return {"sm_clock_mhz": gpu.numbers().get("sm_clock_mhz"), "foreign_processes": gpu.neighbours().pids}
         finally:
             gpu.close()
+
+
+def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
+    return [new - old for new, old in zip(now, before, strict=True)]
+
+
+def of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
+    """What one rank hands in of its measurement; ``ended_by`` names what ended its fit, where that did not end well."""
+    own = {name: getattr(seen, name) for name in ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s",
+                                                  "lead_ms", "gpu", "steps", "partial")}  # fmt: skip
+    return {**own, "garbage_ms": (seen.evidence.get(GARBAGE) or {}).get("ms_per_step"),
+            "ended_by": None if raised is None else type(raised).__name__}  # fmt: skip
 
 
 def summary(seen: Measurement) -> dict[str, float | None]:

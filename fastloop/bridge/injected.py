@@ -13,12 +13,13 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from fastloop.bridge import ceilings, namespace, repeatable
+from fastloop.bridge import ceilings, namespace, repeatable, unsaved
 from fastloop.bridge.beats import Beats, hear_only
 from fastloop.bridge.callback import FastLoop
 from fastloop.bridge.gradients import GradientProbe
@@ -76,7 +77,8 @@ class Injected(Callback):
     Args:
         orders: ``out`` directory of the run; ``config`` as `from_callback` takes it; ``max_steps`` for each fit, null
             for no limit; ``variation`` as in `ceilings.py`, or ``gradients`` with its ``reference``; ``ledger``;
-            ``beat`` the file that gets the step, or null.
+            ``beat`` the file that gets the step, or null; ``disposable``: this is not the user's real run, so that it
+            leaves checkpoint files alone.
         place: the directory of the orders.
     """
 
@@ -84,13 +86,15 @@ class Injected(Callback):
         self.orders, self.place = dict(orders), place
         self.off = False
         self._guests: list[Any] = []
-        self._began = False
+        self._began = self._unsaved = False
         hear_only(self)
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     @fail_open
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.orders.get("disposable"):
+            unsaved.keep_back(trainer, partial(self._held_back, trainer))
         if stage != "fit":  # what was applied for the fit counts for its evaluation, as with a FastLoop of the script's
             return
         self._evict(trainer)
@@ -141,6 +145,11 @@ class Injected(Callback):
         """An error of ours is no end of somebody's training."""
         self.note("gave_up", why=why)
         rank_zero_warn(f"fastloop stays out of this run: {why}")
+
+    def _held_back(self, trainer: Any) -> None:
+        if trainer.is_global_zero and not self._unsaved:
+            self._unsaved = True
+            self.note("unsaved")
 
     def _is_the_one(self, trainer: Any) -> bool:
         """Whether this fit is the first that trains, in whichever process of the command.

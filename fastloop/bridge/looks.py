@@ -20,25 +20,28 @@ MOST_LEAD_IN = 50
 
 
 class CountWork:
-    """Counts the work of one optimizer step while it runs, where nothing is compiled."""
+    """Counts the work of one optimizer step while it runs, where nothing is compiled; of the next one it is begun for,
+    where that had none."""
 
     def __init__(self) -> None:
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}
         self._module: Any = None
         self._marks: Marks | None = None
         self._count: FlopCount | None = None
-        self._samples = 0
+        self._samples, self._done = 0, False
 
     def attach(self, module: torch.nn.Module, marks: Marks) -> None:
         self._module, self._marks = module, marks
 
     def begin(self) -> None:
-        if self._marks is None:
+        """Count in the step that begins, unless an earlier one told all there is to know."""
+        if self._marks is None or self._done:
             return
         if (why := may_count(self._module)) is not None:
-            self.found = {"per_sample": None, "why": why}
+            self.found, self._done = {"per_sample": None, "why": why}, True
             return
         self._marks.around_work = self._count = FlopCount()
+        self._samples = 0
 
     def batch(self, samples: int | None) -> None:
         """A batch of the step is done."""
@@ -48,7 +51,8 @@ class CountWork:
     def end(self) -> None:
         if self._count is not None and self._marks is not None:
             self._marks.around_work = None
-            self.found, self._count = self._count.work.per(self._samples), None
+            self.found, self._count = self._count.per(self._samples), None
+            self._done = self.found["per_sample"] is not None
 
     def give_up(self) -> None:
         """Stop without a result."""
@@ -87,6 +91,8 @@ class HuntSyncs:
 
     def __init__(self, device: torch.device) -> None:
         self.found: tuple[Mapping[str, Any], ...] = ()
+        self.hunted_steps = 0
+        """Steps that ``found`` is of; 0 where it came to no end."""
         self._device, self._module = device, None
         self._hunt: SyncHunt | None = None
         self._sites: LogSites | None = None
@@ -109,7 +115,7 @@ class HuntSyncs:
         if self._hunt is not None and self._sites is not None:
             self._open.close()
             self.found = blame(self._hunt, self._sites, steps=max(1, self._done))
-            self._hunt = None
+            self._hunt, self.hunted_steps = None, self._done
 
     def give_up(self) -> None:
         """Stop without a result."""

@@ -60,7 +60,7 @@ def write(where: Path, loop: FastLoop) -> bool:
     if loop.measurement is None:
         return False
     environment = facts.environment(sys.argv, os.environ)
-    environment["torch_flags"] = torch_flags()
+    environment |= {"torch_flags": torch_flags(), "name": loop.words["name"]}
     contents = files.run_files(
         config_yaml=resolved(loop.config, where), changed_yaml=dump_yaml(changed(loop.config)), environment=environment,
         plan=loop.plan, seen=loop.measurement, verdicts=loop.verdicts, findings=loop.findings,

@@ -6,39 +6,34 @@ one run that does not count goes first, so that all arms find the same caches.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastloop import stats
-from fastloop.commands import gates, verdict
+from fastloop.commands import gates, manifest, verdict
 from fastloop.commands.answer import Answer, Failed, leave
 from fastloop.commands.arms import Arm, ConfigArm
 from fastloop.commands.carry import name_of
 from fastloop.commands.disk import writing
 from fastloop.commands.experiment import Experiment, Settings, Side, Unplanned
 from fastloop.commands.headspace import failed
-from fastloop.commands.outdir import Place, claim_or_resume, hold
-from fastloop.commands.readback import read
+from fastloop.commands.manifest import BASE, folder_of
+from fastloop.commands.outdir import Place, claim_or_resume, hold, stands
 from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.script import ScriptArm, command_of, under_this_python
 from fastloop.commands.supervise import Limits
 from fastloop.commands.surroundings import refuse_others
-from fastloop.commands.trial import TRIAL, Job, forget
+from fastloop.commands.trial import Job, forget
 from fastloop.compare import LEAST_RUNS
 from fastloop.config import Config, diff
 from fastloop.errors import ConfigError
 from fastloop.layers import as_patch
 from fastloop.report import files
 from fastloop.secrets import Scrubber, mask
-from fastloop.shipped import safe_name
 
-BASE = "base"
-MANIFEST = "experiment.json"
 SHARED = {"run.seed": "run i of every arm trains with run.seed + i; write it for all: as KEY=VALUE",
           "run.max_steps": "all arms see the same number of samples; write --steps",
           "run.resume": "all arms start alike; write it for all: as KEY=VALUE"}  # fmt: skip
@@ -104,13 +99,13 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         check_recipe_keys(arms[0].config())
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
-    place = claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=MANIFEST)
+    place = claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME)
     try:
         return _compared(asked, sides, place, name, new=resume is None, progress=progress)
     except Unplanned as error:
-        _sweep(error.trial.run_dir.parent)
-        if resume is None:
-            (place.path / MANIFEST).unlink(missing_ok=True)
+        forget(error.trial.run_dir)
+        if resume is None:  # nothing was trained
+            manifest.sweep(place.path)
         raise failed(error.trial) from None
     finally:
         place.give_back()
@@ -119,18 +114,27 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
 def _compared(asked: Request, sides: list[Side], place: Place, name: str, *, new: bool,
               progress: Progress) -> Answer:  # fmt: skip
     base = sides[0].arm.config()
-    with hold(place.path), writing(place.path):
-        _same_experiment(place.path, asked, [side.name for side in sides], new=new)
+    command = () if asked.script is None else command_of(asked.script, asked.args)
+    with hold(place.path), writing(place.path, manifest.NAME):
         for side in sides:
             side.folder = place.path / side.folder
-            if new:
-                _sweep(side.folder)
-        if not new and (asked.script is None or under_this_python(command_of(asked.script, asked.args))):
-            refuse_others(place.path, [side.folder for side in sides])
+        folders, told = [side.folder for side in sides], _told(asked, sides, command)
+        if new:
+            manifest.sweep(place.path, folders)
+            files.write(place.path, {manifest.NAME: files.dump(told)})
+        else:
+            manifest.refuse_another(place.path, told)
+            if not command or under_this_python(command):
+                refuse_others(place.path, folders)
         settings = Settings(runs=asked.runs, steps=asked.steps, warmup=base.watch.warmup_steps,
                             band_pct=asked.band_pct, seed=base.run.seed,
                             limits=Limits(total_s=asked.limit_s))  # fmt: skip
         return carried_out(Experiment(sides, place.path, settings, progress), name)
+
+
+def _told(asked: Request, sides: Sequence[Side], command: Sequence[str]) -> dict[str, Any]:
+    shown = {name: getattr(asked, name) for name in ("base", "script", "runs", "steps", "aa", "band_pct")}
+    return manifest.content(sides, command, (asked.vs, asked.more, asked.overrides, asked.args), shown)
 
 
 def carried_out(experiment: Experiment, name: str) -> Answer:
@@ -139,8 +143,7 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
         experiment.run()
     except (KeyboardInterrupt, SystemExit) as stop:
         leave(stop, verdict.write(experiment, name, partial=True))
-        experiment.say(f"fastloop: what there is stands in {experiment.place}, flagged as partial; go on with"
-                       f" --resume {experiment.place}")  # fmt: skip
+        experiment.say(stands(experiment.place))
         raise
     content = verdict.write(experiment, name, partial=False)
     gates.sweep(experiment.place)
@@ -231,7 +234,7 @@ def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
         ConfigError: an arm that cannot be read, that changes nothing, or what all arms share.
     """
     base = arms[0].config()
-    sides = [Side(arm=arms[0], folder=Path(BASE))]
+    sides = [Side(arm=arms[0], folder=folder_of(0, BASE))]
     for number, arm in enumerate(arms[1:], start=1):
         keys = changes(base, arm.config())
         if (shared := next((key for key in keys if key in SHARED), None)) is not None:
@@ -246,8 +249,7 @@ def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
                               do="leave one of them out; or write --aa to test the judge")  # fmt: skip
         rungs = tuple(dict.fromkeys(key.split(".")[1] for key in keys if key.startswith("rungs.")))
         others = tuple(key for key in keys if not key.startswith("rungs."))
-        folder = Path(f"{number}-{safe_name(arm.name)[:60]}")
-        sides.append(Side(arm=arm, folder=folder, changed_rungs=rungs, changed_keys=others))
+        sides.append(Side(arm=arm, folder=folder_of(number, arm.name), changed_rungs=rungs, changed_keys=others))
     return sides
 
 
@@ -257,31 +259,3 @@ def changes(a: Config, b: Config) -> list[str]:
     idle = off[0] & off[1]
     return [key for key, _, _ in diff(a, b) if key.split(".")[0] not in ("watch", "strict")
             and not (key.startswith("rungs.") and key.split(".")[1] in idle)]
-
-
-def _sweep(folder: Path) -> None:
-    """Take away what an earlier experiment left of this arm: its runs must not be taken for ours."""
-    for earlier in folder.iterdir() if folder.is_dir() else ():
-        if (earlier / TRIAL).is_file():
-            forget(earlier)
-    with contextlib.suppress(OSError):  # something else is in it, or it is not there
-        folder.rmdir()
-
-
-def _same_experiment(where: Path, asked: Request, names: Sequence[str], *, new: bool) -> None:
-    """What a directory's runs are runs of; another experiment's must not be taken for this one's."""
-    told = [asked.vs, asked.more, asked.overrides, asked.args]  # may hold secrets
-    content: dict[str, Any] = {"schema": files.SCHEMA, "base": asked.base, "script": asked.script, "arms": list(names),
-                               "steps": asked.steps, "aa": asked.aa,
-                               "options": hashlib.sha256(repr(told).encode()).hexdigest()[:16]}  # fmt: skip
-    if new:
-        files.write(where, {MANIFEST: files.dump(content)})
-        return
-    before = read(where / MANIFEST) or {}
-    for key, value in content.items():
-        if before.get(key) != value:
-            why = f"its {key} was {before.get(key)!r} and now is {value!r}"
-            if key == "options":
-                why = "its --vs, --config, --args or key=value were others"
-            raise ConfigError(got=f"--resume {where}", why=why,
-                              do="repeat the command as it was, or start another experiment")  # fmt: skip

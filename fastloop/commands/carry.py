@@ -1,7 +1,8 @@
 """What goes along with a command of the user's: an entry point for Lightning, orders, a place to tell what happened.
 
-A private directory, first on the PYTHONPATH of that command and gone when it has ended. Nothing is installed, and no
-other Trainer of this machine sees it. The other end is ``bridge/injected.py``.
+A private directory, first on the PYTHONPATH of that command and gone when it has ended; one of a fastloop that was
+killed is taken away by the next. Nothing is installed, and no other Trainer of this machine sees it. The other end is
+``bridge/injected.py``.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from fastloop.commands.readback import read
 from fastloop.config import DEFAULT, Config
 from fastloop.errors import ConfigError
 from fastloop.interpolation import escape
@@ -50,6 +55,9 @@ def _ours(name):
         why = f"{{type(error).__name__}}: {{error}}"
         with contextlib.suppress(OSError), open(os.path.join(place, "events.jsonl"), "a") as file:
             file.write(json.dumps({{"event": "broken", "why": why}}) + "\\n")
+        with open(os.environ["FASTLOOP_EXEC"]) as file:
+            if json.load(file).get("disposable"):  # it would train to its end, and overwrite its checkpoints
+                raise SystemExit("fastloop cannot be imported by this Python: " + why)
         return []
 
 
@@ -61,6 +69,8 @@ def fabric():
     return _ours("fabric")
 '''
 """What the entry points lead to: fastloop, or where the command's Python cannot import it, nothing and the reason."""
+PREFIX, OWNER = "fastloop-exec-", "owner.json"
+"""Names of the directory, and of the file in it that says which process it belongs to."""
 
 Event = Mapping[str, Any]
 
@@ -68,8 +78,10 @@ Event = Mapping[str, Any]
 @contextlib.contextmanager
 def carried(orders: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path]]:
     """The variables that carry orders into a command, and the private directory, which is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="fastloop-exec-", ignore_cleanup_errors=True) as folder:
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         private = Path(folder).resolve()
+        (private / OWNER).write_text(json.dumps({"pid": os.getpid(), "machine": _machine()}), encoding="utf-8")
         package = private / "fastloop_exec-0.dist-info"
         package.mkdir()
         (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fastloop-exec\nVersion: 0\n")
@@ -80,6 +92,31 @@ def carried(orders: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[t
         (private / "orders.json").write_text(json.dumps(orders), encoding="utf-8")
         path = [str(private), *filter(None, [environ.get("PYTHONPATH")])]
         yield {ORDERS: str(private / "orders.json"), "PYTHONPATH": os.pathsep.join(path)}, private
+
+
+def _machine() -> list[str]:
+    """Where a process number means something: containers may share a temporary directory, and hosts too."""
+    with contextlib.suppress(OSError):
+        return [platform.node(), str(Path("/proc/self/ns/pid").readlink())]
+    return [platform.node()]
+
+
+def _sweep() -> None:
+    """Take away the directories of this user's whose process was killed on this machine."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            mine = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+            owner = (read(folder / OWNER) or {}) if mine else {}
+            if owner.get("machine") == _machine() and not _lives(int(owner["pid"])):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of it until somebody asks how it ended."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def happened(private: Path) -> list[Event]:
@@ -156,6 +193,11 @@ def unmeasured(name: str, events: Sequence[Event], code: int) -> str:
     if "fit_ended" in last:
         return f"the fit of {name} ended without a report{why}"
     return f"{name} ended{after} inside its fit{why}"
+
+
+def began_at(events: Sequence[Event]) -> int | None:
+    """The step at which the measured fit began, where that was told; more than 0 where a checkpoint was loaded."""
+    return next((event["step"] for event in events if event["event"] == "fit_began" and event.get("measured")), None)
 
 
 def step_of(events: Sequence[Event]) -> int | None:

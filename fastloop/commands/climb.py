@@ -7,8 +7,6 @@ A/B of the start against the top, with all gates.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +21,8 @@ from fastloop.commands.budget import Budget, Spent
 from fastloop.commands.candidates import Start
 from fastloop.commands.disk import writing
 from fastloop.commands.headspace import failed
-from fastloop.commands.outdir import claim_or_resume, hold
+from fastloop.commands.manifest import fingerprint
+from fastloop.commands.outdir import claim_or_resume, hold, stands
 from fastloop.commands.readback import read
 from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.surroundings import refuse_others
@@ -61,7 +60,7 @@ def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s:
     check_recipe_keys(config)
     place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
     try:
-        with writing(place.path), hold(place.path):
+        with writing(place.path, NAME), hold(place.path):
             before = _earlier(place.path, config, resume)
             record = Record(place.path, config, allow, budget_s, before)
             bench = Bench(job, place.path, record.budget, limit_s=limit_s, progress=progress)
@@ -71,7 +70,7 @@ def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s:
             record.ascent = Ascent(bench, start, warmup=config.watch.warmup_steps, rows=before.get("rungs") or (),
                                    ceilings=before.get("ceilings_samples_per_s"),
                                    notes=before.get("ceilings_notes"), save=record.save)  # fmt: skip
-            return _climbed(record)
+            return _climbed(record, progress)
     finally:
         place.give_back()
 
@@ -124,7 +123,7 @@ class Record:
         return content
 
 
-def _climbed(record: Record) -> Answer:
+def _climbed(record: Record, say: Progress) -> Answer:
     ascent = record.ascent
     assert ascent is not None
     record.save()
@@ -145,6 +144,8 @@ def _climbed(record: Record) -> Answer:
         with contextlib.suppress(Exception):  # it must not hide what happened
             record.stopped = record.stopped or "it was stopped"
             leave(error, record.write())
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            say(stands(record.place))
         raise
     if record.partial or not complete:
         record.stopped += f"; go on with --resume {record.place}"
@@ -174,7 +175,8 @@ def _exit_code(content: Mapping[str, Any]) -> int:
         return 4 if content["partial"] else 0
     if found["failures"]:
         return 1
-    return 3 if found["parity"]["passed"] is False else 4 if found["verdict"] == "inconclusive" else 0
+    unproven = found["verdict"] == "faster" and found["parity"].get("undecided")  # as in compare.exit_code
+    return 3 if found["parity"]["passed"] is False else 4 if unproven or found["verdict"] == "inconclusive" else 0
 
 
 def _told(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -184,11 +186,6 @@ def _told(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
     first = comparison["comparisons"][0]
     told = {key: first[key] for key in ("ratio", "ci95", "verdict", "why", "mde_pct", "runs", "parity")}
     return {**told, "run_dir": comparison["run_dir"], "failures": [each["cause"] for each in comparison["failures"]]}
-
-
-def fingerprint(config: Config) -> str:
-    """Of everything that is configured, secrets included, none of which can be read from it."""
-    return hashlib.sha256(json.dumps(config.values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _check(config: Config, budget_s: float, allow: Sequence[str]) -> None:

@@ -90,7 +90,8 @@ def _of_run(where: Path) -> Answer:
         raise ConfigError(got=f"{where}/measurement.json", why="it is no JSON object", do="run the training again")
     seen, plan = measurement_from(content), plan_from(read(where / "plan.json") or {})
     try:
-        return _told(where, "", seen, plan, verdicts_from(read(where / "verdicts.json") or {}))
+        name = str((read(where / "env.json") or {}).get("name") or "")
+        return _told(where, name, seen, plan, verdicts_from(read(where / "verdicts.json") or {}))
     except (AttributeError, TypeError, KeyError, ValueError) as error:  # edited by hand, or of some other program
         why = f"its values are not what they should be: {type(error).__name__}: {error}"
         raise ConfigError(got=f"{where}/measurement.json", why=why, do="run the training again") from error
@@ -125,7 +126,7 @@ def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ..
     place = claim(config.name, out, force=force)
     try:
         with writing(place.path):
-            longer = job.but(f"run.max_steps={config.run.max_steps + beyond(syncs, trace)}")
+            longer = job.but(further_steps=beyond(syncs, trace))
             base = run_trial("as it is", longer, place.path, limits=limits, progress=progress)
             if not base.ok:
                 if base.code == 2:

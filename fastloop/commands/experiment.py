@@ -6,6 +6,7 @@ stood, and repeats nothing that finished.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ Progress = Callable[[str], None]
 
 WINDOW_S, FEWEST_STEPS, PILOT_STEPS = 10.0, 50, 30
 """What ``steps: auto`` asks of a window: seconds and optimizer steps; and the length of the run it asks that of."""
+PARITY = "parity"
+"""The folder of the base's gradient, below the experiment's."""
 QUEUES = 10
 """Times that the queued batches must have passed, see `Measurement.window_too_short`."""
 
@@ -107,6 +110,8 @@ class Experiment:
         """Arm and number of each run, in the order they were done."""
         self.alpha = stats.error_rate(settings.runs, len(sides) - 1)
         self._spent: list[float] = []
+        self._first: Trial | None = None
+        """The first that says at which step it began."""
         self._begun = time.monotonic()
 
     @property
@@ -195,13 +200,20 @@ class Experiment:
                f", about {each * runs:.0f} s left"  # fmt: skip
 
     def _trial(self, side: Side, label: str, folder: Path, ask: Ask) -> Trial:
-        """A run, or the one of an earlier day."""
-        known = finished(folder)
-        if known is not None:
-            return known
-        self.say(label)
-        return side.arm.run(label.partition(", about")[0], folder, ask, limits=self.settings.limits,
-                            progress=self.say)  # fmt: skip
+        """A run, or the one of an earlier day. One that did not begin where the others did is none to compare."""
+        trial = finished(folder)
+        if trial is None:
+            self.say(label)
+            trial = side.arm.run(label.partition(", about")[0], folder, ask, limits=self.settings.limits,
+                                 progress=self.say)  # fmt: skip
+        if not trial.ok or trial.began is None:
+            return trial
+        self._first = self._first or trial
+        if trial.began == self._first.began:
+            return trial
+        why = (f"it began at step {trial.began}, and {self._first.name} at step {self._first.began}: the script goes on"
+               " from a checkpoint that changes meanwhile; point it elsewhere with --args")  # fmt: skip
+        return dataclasses.replace(trial, ok=False, cause=why)
 
     # -- judging ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class Experiment:
             return
         if finished(side.folder / "gradients") is None:
             self.say(f"{side.name}: comparing gradients")
-        side.gradient = gates.gradient(self.base.arm, side.arm, self.place / "parity", side.folder / "gradients",
+        side.gradient = gates.gradient(self.base.arm, side.arm, self.place / PARITY, side.folder / "gradients",
                                        self.parity_class(side), limits=self.settings.limits,
                                        progress=self.say)  # fmt: skip
 

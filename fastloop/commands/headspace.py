@@ -155,7 +155,7 @@ def lines(content: Mapping[str, Any], name: str) -> list[str]:
     head += [f"if {FREE[key]}: {_said(value, found['replayed'] if key == 'no_exchange' else None)}"
              for key, value in found.items()]  # fmt: skip
     runs = " and ".join(short(rate) for rate in base["runs"])
-    head.append(f"as it is: {short(base['samples_per_s'])} samples/s (before and after: {runs})"
+    head.append(f"as it is: {short(base['samples_per_s'])} samples/s" + (f" (before and after: {runs})" if runs else "")
                 + ("   window too short" if base["window_too_short"] else ""))  # fmt: skip
     if base["drift_pct"] is not None and abs(base["drift_pct"]) > WORTH_PCT:
         head.append(f"NOTE     the same run differed by {base['drift_pct']:+.1f} % before and after: smaller gains"

@@ -77,6 +77,11 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
     return Place(Path(resume))
 
 
+def stands(path: Path) -> str:
+    """What to say where something that can go on was stopped."""
+    return f"fastloop: what there is stands in {path}, flagged as partial; go on with --resume {path}"
+
+
 def unclaimed(name: str, out: str | None) -> Path:
     """Where a run goes as far as its command line tells: the ranks that write nothing need no more."""
     return Path(out).expanduser() if out is not None else ROOT / safe_name(name) / _utc()

@@ -17,6 +17,7 @@ from fastloop import parity
 from fastloop.commands.readback import read
 from fastloop.comparison import Outcome, Sample
 from fastloop.report import files
+from fastloop.report.gates import size
 
 MOST = 20
 SHOWN = 3
@@ -60,4 +61,14 @@ def lines(rung: str) -> list[str]:
                                f"{hardware.get('device_name')}, torch {hardware.get('torch')}",
                                f"{one.get('runs')} runs"]))  # fmt: skip
         told += [f"    {gate.get('name')}: {gate.get('why')}" for gate in one.get("gates") or []]
+        told.append(f"    {_figures(one)}")
     return told
+
+
+def _figures(one: Mapping[str, Any]) -> str:
+    """What was seen, what could have been, and by which versions."""
+    seen = [f"{gate.get('name')} {size(gate, 'deviation')} ({size(gate, 'visible')})" for gate in one.get("gates") or []
+            if not {size(gate, "deviation"), size(gate, "visible")} <= {"n/a"}]  # fmt: skip
+    versions = one.get("environment") or {}
+    by = ", ".join(f"{name} {versions.get(name) or 'n/a'}" for name in ("lightning", "fastloop", "driver"))
+    return "; ".join([*([f"deviation (smallest visible): {', '.join(seen)}"] if seen else []), by])

@@ -2,6 +2,8 @@
 
 The script runs as it would in a shell: its own seeding, data and schedules. It is told of a run's seed by
 ``PL_GLOBAL_SEED``, which ``seed_everything()`` without a number takes; a seed that is written in the script stands.
+Lightning's checkpoints are not written, see `bridge/unsaved.py`; whatever else it writes it writes in each run, as it
+would in a shell.
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ from typing import Any
 
 from fastloop.commands import supervise
 from fastloop.commands.arms import Ask, Progress
-from fastloop.commands.carry import Event, carried, check, for_callback, happened, name_of, notes, step_of, unmeasured
+from fastloop.commands.carry import (
+    Event,
+    began_at,
+    carried,
+    check,
+    for_callback,
+    happened,
+    name_of,
+    notes,
+    step_of,
+    unmeasured,
+)
 from fastloop.commands.readback import read
 from fastloop.commands.supervise import Ended, Limits
 from fastloop.commands.trial import ANSWER, TRIAL, Trial, clear, environment, refuse
@@ -133,7 +146,7 @@ class ScriptArm:
             settings, steps = {**settings, "watch": {"enabled": False}}, None
         return {"out": str(folder), "config": settings, "max_steps": steps, "ledger": ask.ledger,
                 "variation": ask.variation, "reference": ask.reference and str(ask.reference.absolute()),
-                "beat": str(folder / supervise.BEAT), "stacks": True}  # fmt: skip
+                "beat": str(folder / supervise.BEAT), "stacks": True, "disposable": True}  # fmt: skip
 
     def _wrapped(self, variables: Mapping[str, str]) -> list[str]:
         """The command with the variables of the user's shell and ours, and not with those its supervisor needs."""
@@ -157,7 +170,8 @@ class ScriptArm:
         step = ended.last_step if ended.last_step is not None else step_of(events)
         return Trial(name=label, ok=cause is None, cause=cause and hide(cause), seconds=ended.seconds, run_dir=folder,
                      code=ended.code, last_step=step, tail=hide(ended.tail) if cause else "", measurement=measurement,
-                     answer=answer)  # fmt: skip
+                     answer=answer, began=began_at(events),
+                     unsaved=any(event["event"] == "unsaved" for event in events))  # fmt: skip
 
 
 def _cause(name: str, measurement: Mapping[str, Any] | None, warmup: int, ended: Ended,

@@ -128,7 +128,7 @@ def usage(error: click.ClickException) -> ConfigError:
         if "." in name:
             do = f"write {name.lstrip('-')}=…, without dashes"
         elif near:
-            do = f"write {' or '.join(sorted(near))}"
+            do = f"write {difflib.get_close_matches(name, near, n=1, cutoff=0.0)[0]}"
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
     return ConfigError(got=command, why=why, do=do)

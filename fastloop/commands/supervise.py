@@ -1,7 +1,9 @@
 """One command in a process of its own, watched to its end: whatever it does, the wait for it ends in time.
 
 Slow is not hung: a command may take as long as its total limit, as long as it shows a sign of life now and then, by its
-output or by the step it writes into ``beat``. Whichever way it ends, nothing that it started is left.
+output, by the step it writes into ``beat``, or by what any of its processes computes. So one that hangs and computes,
+as NCCL and CUDA do while they wait, ends by the total limit only (NCCL's own is 10 minutes). What a command has others
+compute for it, as srun and docker do, is not seen. Whichever way it ends, nothing that it started is left.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from fastloop.commands import leash
 from fastloop.commands.stacks import ask, split
 
 STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
 LOOK_S = 0.5
 """Between two looks at a command."""
+WORK_S, BUSY = 5.0, 0.05
+"""Between two looks at the processors, each of which reads the list of all processes; and from which share of one on a
+process computes. What idles in the background, such as a watchdog, needs less."""
 SAY_S = 5.0
 """Between two lines of progress."""
 MOST_OUTPUT = 2**30
@@ -41,7 +48,7 @@ class Limits:
 
     total_s: float = 3600.0
     silent_s: float = 600.0
-    """Without a sign of life: neither output nor another step."""
+    """Without a sign of life: neither output nor another step, nor work of a processor."""
     grace_s: float = 12.0
     """Between SIGTERM and SIGKILL; a training writes its partial report in that time (`bridge/ending.py`: 8 s)."""
 
@@ -82,7 +89,7 @@ def supervise(command: Sequence[str], folder: Path, *, limits: Limits | None = N
     with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
         settings = {"cwd": cwd, "env": env, "stdin": stdin, "stdout": out, "stderr": err}
         with _held(leash.start(command, **settings), limits.grace_s) as (process, hold):
-            why = _wait(hold, folder, limits, progress)
+            why = _wait(hold, folder, limits, progress, _Work(process.pid, min(WORK_S, limits.silent_s / 4)))
             if why is not None and stacks:
                 ask(process.pid)
                 _gone(hold, LOOK_S)
@@ -112,18 +119,46 @@ def _held(started: tuple[subprocess.Popen[bytes], socket.socket],
         hold.close()
 
 
-def _wait(hold: socket.socket, folder: Path, limits: Limits, progress: Callable[[str], None] | None) -> str | None:
+class _Work:
+    """What the processes below one compute, each by itself: the little that many idle ones need adds up."""
+
+    def __init__(self, pid: int, every_s: float) -> None:
+        self._pid, self._every_s = pid, every_s
+        self._at, self._before = time.monotonic(), dict[psutil.Process, float]()
+
+    def done(self, now: float) -> bool:
+        """Whether one of them has computed since the last look, if it is time for one."""
+        if now - self._at < self._every_s:
+            return False
+        spent = self._spent()
+        enough = BUSY * (now - self._at)
+        busy = any(seconds - self._before.get(each, 0.0) > enough for each, seconds in spent.items())
+        self._at, self._before = now, spent
+        return busy
+
+    def _spent(self) -> dict[psutil.Process, float]:
+        """Seconds of each, with those of its children that have ended."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(self._pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    found[each] = sum(each.cpu_times()[:4])
+        return found
+
+
+def _wait(hold: socket.socket, folder: Path, limits: Limits, progress: Callable[[str], None] | None,
+          work: _Work) -> str | None:  # fmt: skip
     """Wait for the end; why it is to be ended, None where it has ended by itself."""
     begun = alive = said = time.monotonic()
     before = _signs(folder)
     while not _gone(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
         now, signs = time.monotonic(), _signs(folder)
-        if signs != before:
+        if work.done(now) or signs != before:
             before, alive = signs, now
         if now - begun > limits.total_s:
             return f"took longer than its limit of {limits.total_s:g} s"
         if now - alive > limits.silent_s:
-            return f"hung: no step and no output for {limits.silent_s:g} s"
+            return f"hung: no step, no output and no work of its processor for {limits.silent_s:g} s"
         if sum(size for _, size in signs) > MOST_OUTPUT:
             return f"wrote more than {MOST_OUTPUT >> 20} MiB of output"
         if progress is not None and now - said > SAY_S:

@@ -55,6 +55,8 @@ class Job:
     variation: Variation = "as_it_is"
     hunt_syncs: bool = False
     """Name the lines of the user's code at which the device is waited for."""
+    further_steps: int = 0
+    """Optimizer steps after those of the configuration, for what is not timed."""
     ledger: bool = False
     """Write down which samples each optimizer step saw, see `bridge/ledger.py`."""
     reference: str | None = None
@@ -103,6 +105,10 @@ class Trial:
     """What its ``measurement.json`` holds; of a trial that is not ok, it is a part."""
     answer: Mapping[str, Any] | None = None
     """What was asked for besides: the counted work, the measured rates."""
+    began: int | None = None
+    """The step that a script's fit began at."""
+    unsaved: bool = False
+    """Whether a script would have written checkpoints, see `bridge/unsaved.py`."""
 
     @property
     def samples_per_s(self) -> float | None:

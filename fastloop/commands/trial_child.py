@@ -64,7 +64,8 @@ def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
     }  # fmt: skip
     if job.variation in answering:
         return answering[job.variation]()
-    ceilings.train(config, out, job.variation, beat=beat, hunt_syncs=job.hunt_syncs, ledger=job.ledger)
+    ceilings.train(config, out, job.variation, beat=beat, hunt_syncs=job.hunt_syncs, ledger=job.ledger,
+                   further_steps=job.further_steps)  # fmt: skip
     return None
 
 

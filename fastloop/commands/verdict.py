@@ -107,8 +107,8 @@ def rank_in(tail: str) -> int | None:
 
 
 def flags(sides: Sequence[Side]) -> list[str]:
-    """What makes the figures depend on the hour, or on too short a window, or on where a run was made."""
-    found = mixed(sides)
+    """What makes the figures depend on the hour, or on too short a window, or on where a run was made or began."""
+    found = [*mixed(sides), *_of_checkpoints([trial for side in sides for trial in side.trials()])]
     for side in sides:
         said: dict[str, list[int]] = {}
         for number in sorted(side.runs):
@@ -119,6 +119,14 @@ def flags(sides: Sequence[Side]) -> list[str]:
         found += [f"{side.name}, run{'s' if len(runs) > 1 else ''} {spans(runs)}: {each}"
                   for each, runs in said.items()]  # fmt: skip
     return found
+
+
+def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
+    """What a script's checkpoints have to do with these runs."""
+    began = max((trial.began or 0 for trial in trials), default=0)
+    loaded = [f"all runs began at step {began}, from a checkpoint that the script loads"] if began else []
+    left = "the script's checkpoints were left alone: the time of writing them is missing, in all arms alike"
+    return [*loaded, *([left] if any(trial.unsaved for trial in trials) else [])]
 
 
 def spans(numbers: Sequence[int]) -> str:

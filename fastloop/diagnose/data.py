@@ -20,10 +20,7 @@ def data_wait(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:
     """The next batch was not there. A trial with a replayed batch, if there was one, has the last word."""
     wait, gain = part_ms(seen, "data_wait"), _free_data_pct(seen)
     idle = f"the {device(seen)} had nothing to do for {per_step(seen, wait)}: the next batch was not there"
-    rate = number(seen.ceilings.get("replayed")) or number(seen.ceilings.get("resident"))
-    detail = () if gain is None else (f"if data were free: {rate:,.0f} samples/s ({times(gain)}, measured)",)
-    return named(seen, "data_wait", wait, idle, _feed(seen, enabled), measured_pct=gain, least_ms=ORDINARY_MS,
-                 detail=detail)  # fmt: skip
+    return named(seen, "data_wait", wait, idle, _feed(seen, enabled), measured_pct=gain, least_ms=ORDINARY_MS)
 
 
 def h2d(seen: Measurement, enabled: tuple[str, ...]) -> Finding | None:

@@ -18,6 +18,8 @@ TOGETHER_PCT = 15.0
 
 def too_short(seen: Measurement) -> Finding:
     """For a window without a step in it."""
+    if seen.total_steps is None:
+        return _none("NOT MEASURED", "nothing was measured: watch.enabled is false")
     ran = "1 step" if seen.total_steps == 1 else f"{seen.total_steps} steps"
     if not seen.total_steps:
         why = "too short to judge: no step was trained"

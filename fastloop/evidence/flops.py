@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 MOST_NAMES = 5
+STEP = "one eager step of this run"
+"""Where work is counted unless somebody says otherwise."""
 _CHECKPOINT, _ENGINE = checkpoint.__file__, torch.autograd.graph.__file__
 _PLAIN_NAMESPACES = ("aten", "prim", "prims", "inductor_prims", "profiler", "c10d", "c10d_functional",
                      "_c10d_functional", "_dtensor", "fsdp", "symm_mem")  # fmt: skip
@@ -58,10 +60,12 @@ class Work:
         """The model's own work, without recomputation."""
         return self.matmul + self.convolution + self.attention
 
-    def per(self, samples: int, source: str = "one eager step of this run") -> Mapping[str, Any]:
+    def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
         """This work as ``Measurement.flops`` holds it, per sample; ``source`` says where it was counted."""
-        if samples <= 0:
-            return {"per_sample": None, "source": source, "why": "the samples of the counted step are not known"}
+        if samples <= 0 or not self.total:
+            had = "nothing with a formula" if self.uncounted else "no product, convolution or attention"
+            why = f"the counted step had {had}" if samples > 0 else "the samples of the counted step are not known"
+            return {"per_sample": None, "source": source, "why": why}
         kinds = {name: getattr(self, name) / samples for name in ("matmul", "convolution", "attention", "recomputed")}
         return {"per_sample": self.total / samples, **kinds, "at_least": self.at_least,
                 "uncounted": list(self.uncounted), "source": source}  # fmt: skip
@@ -121,6 +125,13 @@ class FlopCount(TorchDispatchMode):
         names = tuple(self._uncounted)[:MOST_NAMES]
         return Work(matmul=both["matmul"], convolution=both["convolution"], attention=both["attention"],
                     recomputed=self.recomputed, at_least=bool(names) or self.ambiguous, uncounted=names)  # fmt: skip
+
+    def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
+        """What has been counted as ``Measurement.flops`` holds it; a step without a backward is none to go by, as
+        where ``training_step`` returned None."""
+        if self.work.total and not self.backward.total():
+            return {"per_sample": None, "source": source, "why": "the counted step had no backward"}
+        return self.work.per(samples, source)
 
     def _formula(self, func: Any) -> Callable[..., tuple[str, int, int]] | None:
         """What counts this operator; None for one that is cheap or has to go uncounted."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastloop.measurement import PARTS, Measurement
 from fastloop.report import svg
-from fastloop.report.readings import by_size, real
+from fastloop.report.readings import by_size, mean_ms, real
 from fastloop.report.summary import known, number, short
 from fastloop.report.svg import Sheet
 from fastloop.report.tables import LABELS, cut
@@ -69,8 +69,13 @@ def draw(seen: Measurement) -> dict[str, Picture]:
 def step_words(seen: Measurement) -> str:
     """The step's bar in words."""
     mean = seen.step_ms.get("mean")
-    said = [f"{LABELS[part]} {short(ms)} ms" for part, ms in known(seen.parts_ms).items() if ms]
+    said = [f"{LABELS[part]} {short(ms)} ms" for part, ms in known(seen.parts_ms).items() if _shows(ms, mean)]
     return f"A step of {number(mean, unit='ms')}: {', '.join(said) or 'not split'}."
+
+
+def _shows(ms: float, mean: float | None) -> bool:
+    """Whether a part is more than what adding up floating-point numbers leaves: it would not read 0.0 %."""
+    return abs(ms) >= 0.0005 * (mean or 0.0) and ms != 0
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ def step(seen: Measurement, width: float) -> Any:
     rest = mean - sum(ms for ms in parts.values() if ms > 0)
     host = {part: ms for part, ms in known(seen.host_ms).items() if ms > 0} if seen.device != "cpu" else {}
     whole = max(mean, mean - rest, sum(host.values()))
-    shown = [part for part, ms in parts.items() if ms or part == "data_wait"]
+    shown = [part for part, ms in parts.items() if _shows(ms, mean) or part == "data_wait"]
     columns = 2 if width > 600 else 1
     rows = math.ceil((len(shown) + (rest > 0.01 * mean)) / columns)
     left, bars = 46.0, 72.0 if host else 46.0
@@ -204,15 +209,15 @@ def thinned(values: Sequence[float], most: int = LOSS_POINTS) -> list[tuple[int,
 
 
 def loss(seen: Measurement) -> Any:
-    """The loss over optimizer steps, with a red tick where it was no finite number; None without losses."""
+    """The loss over optimizer steps, with a red tick where it was no finite number; None for less than two losses."""
     points = [(index * seen.loss_every, value) for index, value in thinned(seen.loss)]
-    if not points:
+    if len(points) < 2:
         return None
+    lost = [at for at, value in points if math.isnan(value)]
     figure = svg.canvas(COLUMN, 290)
-    axes = figure.add_axes((0.13, 0.13, 0.84, 0.78))
+    axes = figure.add_axes((0.13, 0.13, 0.84, 0.78 if lost else 0.85))
     steps, values = [at for at, _ in points], [value for _, value in points]
     axes.plot(steps, values, color="#2f6fb5", marker="o" if len(points) < 40 else "", markersize=3)
-    lost = [at for at, value in points if math.isnan(value)]
     if lost:
         axes.plot(lost, [0.02] * len(lost), "|", color="#d9480f", markersize=9, transform=axes.get_xaxis_transform())
         axes.set_title(f"| not finite ({len(lost)} of {len(points)} points)", loc="left", fontsize=10, color="#d9480f")
@@ -251,7 +256,7 @@ def kernels(seen: Measurement) -> Any:
 
 def ranks(seen: Measurement) -> Any:
     """A bar for each rank, the slowest first where there are many; None for one rank."""
-    found = sorted(seen.ranks, key=lambda rank: -(real(rank.get("step_ms")) or 0.0))
+    found = sorted(seen.ranks, key=lambda rank: -(mean_ms(rank) or 0.0))
     few = len(found) <= MOST_RANKS
     found = list(seen.ranks) if few else found[: MOST_RANKS // 2] + found[-MOST_RANKS // 2 :]
     split = [{part: ms for part, ms in known(rank.get("parts_ms") or {}).items() if ms > 0} for rank in found]
@@ -264,7 +269,7 @@ def ranks(seen: Measurement) -> Any:
         y = 12 + 24 * index
         sheet.text(0, y, cut(f"{rank.get('rank')} {rank.get('host') or ''}", 14))
         _stack(sheet, parts, 100, y - 8, 16, 210 / longest, None)
-        sheet.text(COLUMN, y, f"{number(real(rank.get('step_ms')))} ms", align="right", size=11)
+        sheet.text(COLUMN, y, f"{number(mean_ms(rank))} ms", align="right", size=11)
     for index, part in enumerate(shown):
         x, y = index % 2 * COLUMN / 2, 24 * len(found) + 16 + 22 * (index // 2)
         sheet.bar(x, y - 5, 10, 10, COLOURS[part])

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastloop.measurement import CEILINGS, PARTS, Measurement
-from fastloop.report.summary import flop_rate, number, short
+from fastloop.report.summary import ended_by, flop_rate, number, short, steps
+from fastloop.report.syncs import hunted_steps
 from fastloop.report.tables import LABELS, Table, cut, share
 
 GPU = {
@@ -47,7 +48,7 @@ def gpu(seen: Measurement) -> Table:
 
 def work(seen: Measurement) -> Table:
     """Arithmetic, memory rate, energy, price: no rows where none is known."""
-    least = ">= " if seen.flops.get("at_least") else ""
+    least, where = ">= " if seen.flops.get("at_least") else "", " on the CPU" if seen.device == "cpu" else ""
     dtype = seen.peaks.get("dtype") or "the dtype in use"
     known = None not in (seen.joule_error_pct, seen.joule_per_sample)
     error = f" (within {short(seen.joule_error_pct)} %)" if known else ""
@@ -61,20 +62,21 @@ def work(seen: Measurement) -> Table:
         ("DRAM rate by the data sheet", short(real(seen.peaks.get("dram_tb_per_s")), "TB/s")),
         ("DRAM rate of a copy measured here", short(real(seen.peaks.get("measured_copy_tb_per_s")), "TB/s")),
         ("tokens per second, all ranks", short(seen.tokens_per_s)),
-        ("of which not padding", short(seen.unpadded_tokens_per_s)),
+        ("tokens per second without padding", short(seen.unpadded_tokens_per_s)),
         ("energy of the board per sample", short(seen.joule_per_sample, "J") + error),
         ("price of a million samples", _dollars(seen.usd_per_million_samples)),
     ]  # fmt: skip
-    if all(value == "n/a" for _, value in rows):
-        rows = []
-    elif "matmul_tf32" in seen.peaks or "convolution_tf32" in seen.peaks:
+    absent = [label for label, value in rows if value == "n/a"]
+    rows = [(label, value) for label, value in rows if value != "n/a"]
+    if rows and ("matmul_tf32" in seen.peaks or "convolution_tf32" in seen.peaks):
         tf32 = {True: "yes", False: "no", None: "n/a"}
         said = [tf32.get(seen.peaks.get(name), "n/a") for name in ("matmul_tf32", "convolution_tf32")]
         rows.append(("TF32 allowed: products, convolutions", ", ".join(said)))
     why = seen.flops.get("why")
-    notes = [f"Counted by {seen.flops['source']}." if seen.flops.get("source") else "",
+    notes = [f"Counted by {seen.flops['source']}." if seen.flops.get("source") and not why else "",
             f"Not counted: {why}." if why else "",
-            "At least: some operators could not be counted." if least else ""]  # fmt: skip
+            "At least: some operators could not be counted." if least else "",
+            f"Not measured{where}: {'; '.join(absent)}." if rows and absent else ""]  # fmt: skip
     return Table(title="Work and energy", head=("what", "value"), rows=tuple(rows), numeric=(1,),
                  note=" ".join(filter(None, notes)))  # fmt: skip
 
@@ -109,24 +111,28 @@ def kernels(seen: Measurement) -> list[Table]:
              ("exchange exposed", "comm_exposed_ms", ",.2f", " ms"), ("the trace cost", "cost_s", ",.1f", " s")]
     note = "; ".join(f"{label} {number(traced[key], form)}{unit}" for label, key, form, unit in facts
                      if isinstance(traced.get(key), (int, float)))  # fmt: skip
+    note = f"{note[:1].upper()}{note[1:]}. Families are unions over streams; those of no time are left out."
     longest = [(cut(str(kernel.get("name"))), number(real(kernel.get("ms")), ",.3f")) for kernel in
                traced.get("top") or () if isinstance(kernel, Mapping)]  # fmt: skip
     return [
         Table(title="Kernels, from the trace", head=("family", "ms a step", "% of step"), rows=tuple(rows),
-              numeric=(1, 2), note=f"{note[:1].upper()}{note[1:]}. Families are unions over streams." if note else ""),
+              numeric=(1, 2), note=note),
         Table(title="The longest kernels", head=("kernel", "ms a step"), rows=tuple(longest), numeric=(1,)),
     ]  # fmt: skip
 
 
 def by_size(sizes: Any) -> list[tuple[str, float]]:
+    """Names and milliseconds of what took any time, the longest first."""
     found = [(str(name), real(ms)) for name, ms in (sizes or {}).items()]
-    return sorted(((name, ms) for name, ms in found if ms is not None), key=lambda entry: -entry[1])
+    return sorted(((name, ms) for name, ms in found if ms), key=lambda entry: -entry[1])
 
 
 def syncs(seen: Measurement) -> Table:
     rows = [(str(sync.get("where") or "n/a"), str(sync.get("what") or "n/a"), short(real(sync.get("per_step"))),
              short(real(sync.get("ms_per_step"))), str(sync.get("instead") or "n/a"))
             for sync in seen.syncs]  # fmt: skip
+    if not rows and (hunted := hunted_steps(seen)):
+        rows = [("none found", f"in {steps(hunted)}", "0", "0", "-")]
     return Table(title="Synchronisations", head=("where", "what", "per step", "ms a step", "write instead"),
                  rows=tuple(rows), numeric=(2, 3))  # fmt: skip
 
@@ -147,12 +153,21 @@ def hooks(seen: Measurement) -> Table:
 
 
 def ranks(seen: Measurement) -> Table:
-    """One row per rank, with those parts that some rank has."""
+    """One row per rank, with those parts that some rank has; and how each ended, where one did not end well."""
     shown = [part for part in RANK_PARTS if any(_part(rank, part) is not None for rank in seen.ranks)]
-    rows = [(str(rank.get("rank", "n/a")), str(rank.get("host") or "n/a"), number(real(rank.get("step_ms")), ",.2f"),
-             *(number(_part(rank, part), ",.2f") for part in shown)) for rank in seen.ranks]  # fmt: skip
-    return Table(title="Ranks", head=("rank", "host", "step ms", *(LABELS[part] for part in shown)), rows=tuple(rows),
-                 numeric=tuple(range(2, 3 + len(shown))))  # fmt: skip
+    ends = [ended_by(rank) or "normally" for rank in seen.ranks]
+    told = any(map(ended_by, seen.ranks))
+    rows = [(str(rank.get("rank", "n/a")), str(rank.get("host") or "n/a"), number(mean_ms(rank), ",.2f"),
+             *(number(_part(rank, part), ",.2f") for part in shown), *([end] if told else []))
+            for rank, end in zip(seen.ranks, ends, strict=True)]  # fmt: skip
+    head = ("rank", "host", "step ms", *(LABELS[part] for part in shown), *(["ended by"] if told else []))
+    return Table(title="Ranks", head=head, rows=tuple(rows), numeric=tuple(range(2, 3 + len(shown))))
+
+
+def mean_ms(rank: Mapping[str, Any]) -> float | None:
+    """The mean step of one rank; older files may hold it alone, without its spread."""
+    step = rank.get("step_ms")
+    return real(step.get("mean") if isinstance(step, Mapping) else step)
 
 
 def _part(rank: Mapping[str, Any], part: str) -> float | None:
@@ -175,7 +190,7 @@ def missing(seen: Measurement) -> list[str]:
         (not gpu(seen).rows, "GPU counters: no NVIDIA GPU that could be read"),
         (not work(seen).rows, f"work and energy: {seen.flops.get('why') or 'not counted in this run'}"),
         (not kernels(seen), f"kernel families and the idle split: {skipped or 'no trace window (watch.trace_steps)'}"),
-        (not seen.syncs, "synchronisations: none listed; fastloop diagnose --syncs looks for them"),
+        (not syncs(seen).rows, "synchronisations: none listed; fastloop diagnose --syncs looks for them"),
         (not ceilings(seen).rows, "ceilings: no trials; fastloop headspace runs them"),
     )
     return [text for is_absent, text in absent if is_absent]

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastloop.measurement import PARTS, Measurement
 from fastloop.records import Finding, Plan, Verdict
+from fastloop.report import syncs
 from fastloop.report.notes import notes
 
 FREE = {
@@ -88,6 +89,7 @@ def lines(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: 
         ("TOOK", [f"[{plan.parity}] {'; '.join(took)}"] if took else []),
         ("INACTIVE", [f"{verdict.rung}: {_flat(verdict.why)}" for verdict in verdicts if verdict.took is False]),
         ("UNKNOWN", [f"{verdict.rung}: {_flat(verdict.why)}" for verdict in verdicts if verdict.took is None]),
+        ("SYNC", [_flat(line) for line in syncs.lines(seen)]),
         ("NOTE", [_flat(note) for note in notes(seen)]),
         ("FIX", [_flat(yaml_patch(finding.patch)) for finding in findings if finding.patch]),
         *_next(then, later),
@@ -141,6 +143,8 @@ def devices(seen: Measurement) -> str:
 
 
 def window(seen: Measurement) -> str:
+    if seen.total_steps is None:
+        return "steps n/a: nothing watched them"
     first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
     last = first + seen.steps
     return f"steps {first}-{last}" if seen.steps else f"{steps(last)}, none of them measured"
@@ -152,11 +156,18 @@ def steps(count: int) -> str:
 
 def flags(seen: Measurement) -> list[str]:
     """What to hold against the figures."""
-    said = ["PARTIAL: the fit did not end normally"] if seen.partial else []
+    ends = [f"rank {rank.get('rank')}: {end}" for rank in seen.ranks if (end := ended_by(rank))]
+    how = f" ({', '.join(ends)})" if ends else ""
+    said = [f"PARTIAL: the fit did not end normally{how}"] if seen.partial or ends else []
     if seen.window_too_short and seen.steps:
         count = f": {steps(seen.steps)}" if seen.steps < 10 else " for its queues"
         said.append(f"window too short{count}")
     return said
+
+
+def ended_by(rank: Mapping[str, Any]) -> str:
+    """The exception that ended the fit of one rank; empty where it ended well."""
+    return str(rank.get("ended_by") or ("an exception" if rank.get("partial") else ""))
 
 
 def _whys(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
@@ -255,7 +266,7 @@ def ceiling(finding: Finding, seen: Measurement) -> str | None:
     rate = short(seen.samples_per_s * (1 + pct / 100))
     if finding.ceiling_is_estimate:
         return f"at most {rate} samples/s (an estimate)"
-    return f"at most {rate} samples/s ({1 + pct / 100:.{1 if pct >= 10 else 2}f}x, measured)"
+    return f"at most {rate} samples/s ({1 + pct / 100:.{1 if pct >= 100 else 2}f}x, measured)"
 
 
 def ceiling_line(seen: Measurement, findings: Sequence[Finding]) -> str:

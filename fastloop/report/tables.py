@@ -41,8 +41,9 @@ def step(seen: Measurement) -> Table:
     times = seen.step_ms
     spread = f"{number(times.get('p10'), ',.3f')} to {number(times.get('p90'), ',.3f')}"
     unsure = ", too short to be sure of" if seen.window_too_short else ""
+    counted = "n/a" if seen.total_steps is None else f"{seen.steps} of {seen.total_steps}{unsure}"
     rows = [
-        ("steps in the window", f"{seen.steps} of {seen.total_steps}{unsure}"),
+        ("steps in the window", counted),
         ("ended", "early: the fit did not end normally, so this is a part of it" if seen.partial else "normally"),
         ("step time, mean", number(times.get("mean"), ",.3f", "ms")),
         ("median (p10 to p90)", f"{number(times.get('median'), ',.3f', 'ms')} ({spread})"),
@@ -77,7 +78,7 @@ def parts(seen: Measurement) -> Table:
 
 
 def _ms(value: float | None) -> str:
-    return number(value, ",.3f")
+    return number(None if value is None else round(value, 3) + 0.0, ",.3f")  # no -0.000
 
 
 def share(part: float | None, whole: float | None) -> str:
@@ -124,6 +125,8 @@ def losses(seen: Measurement) -> tuple[str, str]:
     """The loss in a sentence, and a warning; both may be empty."""
     if not seen.loss:
         return "n/a", ""
+    if len(seen.loss) == 1:
+        return f"{number(seen.loss[0], '.4f')} (1 point in measurement.json)", ""
     fifth = max(1, len(seen.loss) // 5)
     lost = sum(not math.isfinite(loss) for loss in seen.loss)
     every = "" if seen.loss_every <= 1 else f", one of every {seen.loss_every} steps"

@@ -156,6 +156,7 @@ def test_rungs_are_verified_without_watching_too() -> None:
     fit(loop)
     assert loop.verdicts[0].took, "the workers have ended by the end of fit: evidence is taken after the first batch"
     assert loop.on_train_batch_end is None, "a batch costs microseconds with nothing to do"
+    assert loop.measurement is not None and loop.measurement.total_steps is None, "nobody counted them"
     fit(loop)
     assert loop.verdicts[0].took
 

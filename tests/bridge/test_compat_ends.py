@@ -165,7 +165,7 @@ def test_where_on_exception_never_reaches_us_the_next_stage_cleans_up() -> None:
 
 def test_an_exception_inside_fit_reaches_the_user_even_if_ours_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = FastLoop(CONFIG, quiet=True)
-    monkeypatch.setattr(loop, "_measure", lambda trainer, partial: 1 / 0)
+    monkeypatch.setattr(loop, "_measure", lambda trainer, raised: 1 / 0)
     made = trainer(callbacks=[loop])
     with pytest.raises(RuntimeError, match="on purpose"), pytest.warns(UserWarning, match="ZeroDivisionError"):
         made.fit(Images(boom(RuntimeError)), images())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,4 +39,6 @@ def test_two_ranks(launcher: tuple[str, ...], plain: str, ours: str, tmp_path: P
     reports = list(tmp_path.rglob("report.md"))
     assert len(reports) == 1 and with_rungs[0]["run_dir"] == str(reports[0].parent)
     assert with_rungs[1]["run_dir"] is None
+    for rank in (0, 1):
+        assert re.search(rf"^\| {rank} \| \S+ \| [\d,]+\.\d\d \|", reports[0].read_text(), re.M), "its step, and no n/a"
     assert said.count("REPORT") == 1 and said.count("fastloop ") == 1, said

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from fastloop import FastLoop
@@ -282,6 +282,17 @@ def test_stacks_on_request(orders: Orders, capfd: pytest.CaptureFixture[str]) ->
         assert "test_stacks_on_request" not in capfd.readouterr().err, "the script's own use of the signal stands"
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("disposable", [True, False])
+def test_a_disposable_run_leaves_checkpoints_alone(disposable: bool, orders: Orders) -> None:
+    orders(**({"disposable": True} if disposable else {}))
+    fits = trainer(max_steps=4, enable_checkpointing=True, default_root_dir=orders.place / "mine",
+                   callbacks=[ModelCheckpoint(every_n_train_steps=1, save_last=True)])  # fmt: skip
+    fits.fit(models.Regression(), models.loader())
+    fits.save_checkpoint(orders.place / "mine" / "end.ckpt")
+    assert orders.names().count("unsaved") == disposable and orders.measured()["total_steps"] == 4
+    assert len(list((orders.place / "mine").rglob("*.ckpt"))) == (0 if disposable else 3)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,26 @@ def test_what_must_not_be_counted_says_why(marks: Marks) -> None:
     assert look.found["per_sample"] is None and "compiled" in look.found["why"]
 
 
+def test_a_step_without_work_is_counted_again_and_one_with_it_is_not(marks: Marks) -> None:
+    look, model = CountWork(), torch.nn.Linear(8, 16)
+    look.attach(model, marks)
+    for number in (1, 2):
+        look.begin()
+        with marks.profile(BODY), marks.profile(FORWARD):
+            if number == 2:
+                model(torch.ones(4, 8))  # and returns None
+        look.batch(4)
+        look.end()
+        assert look.found["per_sample"] is None and "the counted step had no" in look.found["why"]
+    look.begin()
+    train(marks, model)
+    look.batch(4)
+    look.end()
+    assert look.found["per_sample"] == BY_HAND, "what was seen before is not added"
+    look.begin()
+    assert marks.around_work is None, "it is known"
+
+
 def test_on_the_cpu_nothing_synchronises() -> None:
     look = FindSyncs()
     look.begin()
@@ -126,13 +146,14 @@ def test_the_hunt_names_the_line_per_step_and_leaves_everything_as_it_was() -> N
     lines = Path(__file__).read_text().splitlines()
     number = 1 + next(index for index, line in enumerate(lines) if line.endswith("# a line of the user's"))
     row, = look.found
+    assert look.hunted_steps == 3
     assert row["where"].endswith(f"test_looks.py:{number}") and row["per_step"] == 2.0 and row["ms_per_step"] is None
 
 
 def test_a_hunt_that_never_began_found_nothing() -> None:
     look = HuntSyncs(CPU)
     look.end()
-    assert look.found == () and look.steps > 0
+    assert look.found == () and look.steps > 0 and look.hunted_steps == 0
 
 
 def trace(marks: Marks, place: Path | None, profiler: Any = None, steps: int = 2, queued: int = 0) -> Trace:

@@ -95,6 +95,7 @@ def test_the_files_keep_the_contract(config: Any, steps: int, tmp_path: Path) ->
         content = strictly((tmp_path / name).read_text())
         assert breaches(content, shape, name) == []
         assert content["schema"] == 1
+    assert strictly((tmp_path / "env.json").read_text())["name"] == "Regression"
     measured = strictly((tmp_path / "measurement.json").read_text())
     assert len(measured["loss"]) == steps and (measured["step_ms"]["mean"] is None) == (measured["steps"] == 0)
 

@@ -35,6 +35,9 @@ class MadeArm:
     global_batch: int = 64
     queued: int = 0
     step_ms: float = 10.0
+    began: Callable[[int], int | None] = lambda _: None
+    """The step at which the run with this number began."""
+    unsaved: bool = False
     calls: list[tuple[str, Ask]] = field(default_factory=list)
 
     plans_alone: bool = True
@@ -53,7 +56,7 @@ class MadeArm:
         trial = Trial(name=label, ok=ok, cause=None if ok else "killed by SIGKILL at step 7: out of memory",
                       seconds=1.0, run_dir=folder, code=0 if ok else -9, last_step=7,
                       tail="" if ok else "[rank1]: Traceback\nboom", measurement=contents.get("measurement.json"),
-                      answer=contents.get("answer.json"))  # fmt: skip
+                      answer=contents.get("answer.json"), began=self.began(number), unsaved=self.unsaved)  # fmt: skip
         if ask.variation == "gradients" and ask.reference is None:
             (folder / "gradients.pt").touch()
         for name, content in {**(contents if ok else {}), "trial.json": trial.row()}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from fastloop.commands import ab
+from fastloop.commands import ab, manifest
 from fastloop.commands.ab import Request, arms_of, changes, sides_of
 from fastloop.commands.answer import Failed
 from fastloop.commands.outdir import hold
 from fastloop.config import load
-from fastloop.errors import ConfigError
+from fastloop.errors import ConfigError, FastLoopError
 from fastloop.report import files
 from tests.commands.command_line import CommandLine, strictly
 from tests.commands.made_arms import MadeArm
@@ -128,7 +129,7 @@ def test_two_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
 def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> None:
     assert "nothing of this kind began there" in refused(asked("amp"), resume=str(tmp_path)).why
     content = {"schema": 1, "base": "gpt2", "script": None, "arms": ["base", "amp"], "steps": None, "aa": False}
-    files.write(tmp_path, {ab.MANIFEST: json.dumps(content)})
+    files.write(tmp_path, {manifest.NAME: json.dumps(content)})
     assert "its base was 'gpt2' and now is 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why
     assert "stays where it is" in refused(asked("amp"), resume=str(tmp_path), out="y").why
 
@@ -248,9 +249,49 @@ def test_a_script_is_asked_where_it_surely_runs_here(command: str, asked_for: bo
 
 
 def test_a_refused_plan_leaves_its_directory_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), fails_at=-2))
+    pin = MadeArm(name="pin", overrides=("rungs.pin.enabled=true",), verdicts={"pin": True})
+    made(monkeypatch, MadeArm(), pin, MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), fails_at=-2))
     with pytest.raises(Failed):
         ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
-    assert not (tmp_path / "here").exists()
+    assert not (tmp_path / "here").exists() and dict(pin.calls).keys() == {"plan"}
     made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
     assert ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None).json
+
+
+def test_by_force_not_even_the_gradient_of_another_base_is_left(monkeypatch: pytest.MonkeyPatch,
+                                                               tmp_path: Path) -> None:  # fmt: skip
+    pin = MadeArm(name="pin", overrides=("rungs.pin.enabled=true",), verdicts={"pin": True})
+    for force in (False, True):
+        base = MadeArm()
+        amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True})
+        made(monkeypatch, base, amp, *([] if force else [pin]))
+        ab.ab(asked("amp", steps=40), out="here", force=force, resume=None, progress=lambda _: None)
+        assert "parity" in dict(base.calls)
+    assert not (tmp_path / "here" / "2-pin").exists()
+
+
+@pytest.mark.parametrize(("changed", "why"), [
+    ({"runs": 10}, "its --runs was 5 and now is 10"), ({"band_pct": 9.0}, "its --band was 3.0 and now is 9.0"),
+    ({"script": "other.py"}, "its script was 'train.py' and now is 'other.py'"),
+    ({}, "since it began train.py was changed"),
+], ids=["runs", "band", "script", "edited"])  # fmt: skip
+def test_another_experiment_does_not_go_on(changed: dict[str, Any], why: str, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    for name in ("train.py", "other.py"):
+        (tmp_path / name).touch()
+    first = {"script": "train.py", "steps": 40}
+    made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    ab.ab(asked("amp", base=None, **first), out="here", force=False, resume=None, progress=lambda _: None)
+    if not changed:
+        (tmp_path / "train.py").write_text("# faster")
+    assert refused(asked("amp", base=None, **{**first, **changed}), resume="here").why.startswith(why)
+
+
+def test_a_full_disk_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fills(MadeArm):
+        def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    made(monkeypatch, Fills(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",)))
+    with pytest.raises(FastLoopError, match="make room, then go on with --resume here"):
+        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)

@@ -14,10 +14,21 @@ import pytest
 
 from fastloop.bridge import injected
 from fastloop.commands import carry
-from fastloop.commands.carry import carried, check, for_callback, happened, name_of, notes, step_of, unmeasured
+from fastloop.commands.carry import (
+    began_at,
+    carried,
+    check,
+    for_callback,
+    happened,
+    name_of,
+    notes,
+    step_of,
+    unmeasured,
+)
 from fastloop.config import from_callback, load
 from fastloop.errors import ConfigError
 from fastloop.yamlfile import dump_yaml
+from tests.commands.command_line import wait_for
 
 DOORS = {"lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory",
          "lightning.fabric.callbacks_factory", "lightning_fabric.callbacks_factory"}  # fmt: skip
@@ -45,6 +56,57 @@ def test_entry_points_in_a_directory_of_its_own_that_is_gone_afterwards() -> Non
     assert not private.exists()
 
 
+@pytest.fixture
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_killed_fastloop_left_is_taken_away(own_tmp: Path) -> None:
+    code = ("import os\nfrom fastloop.commands.carry import carried\n"
+            "with carried({}, {}) as (_, private):\n"
+            "    print(private, flush=True); os.kill(os.getpid(), 9)")  # fmt: skip
+    environ = {**os.environ, "TMPDIR": str(own_tmp), "PYTHONPATH": str(Path(carry.__file__).parents[2])}
+    killed = subprocess.Popen([sys.executable, "-c", code], env=environ, text=True, stdout=subprocess.PIPE)
+    assert killed.stdout is not None
+    with killed.stdout:
+        left = Path(killed.stdout.read().strip())  # to the end of the process, which is not waited for yet: a zombie
+    assert left.parent == own_tmp and (left / "orders.json").is_file()
+    wait_for(lambda: not carry._lives(killed.pid))
+    with carried({}, {}) as (_, private):
+        killed.wait()
+        assert not left.exists() and private.is_dir()
+        with carried({}, {}):
+            assert private.is_dir(), "one that is at work stays"
+
+
+@pytest.mark.parametrize("owner", [None, "[1, 2", '{"pid": 4194305, "machine": ["another host"]}', "{}"], ids=str)
+def test_what_is_not_surely_ours_and_dead_stays(owner: str | None, own_tmp: Path) -> None:
+    folder = own_tmp / "fastloop-exec-x"
+    folder.mkdir()
+    if owner is not None:
+        (folder / carry.OWNER).write_text(owner)
+    dead = {"pid": 4194305, "machine": carry._machine()}  # above the largest number that Linux gives
+    target = own_tmp / "elsewhere"
+    target.mkdir()
+    (target / carry.OWNER).write_text(json.dumps(dead))
+    (own_tmp / "fastloop-exec-link").symlink_to(target)
+    with carried({}, {}):
+        assert folder.is_dir() and (target / carry.OWNER).is_file()
+
+
+def test_one_of_another_user_stays(own_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own_tmp / "fastloop-exec-x"
+    folder.mkdir()
+    (folder / carry.OWNER).write_text(json.dumps({"pid": 4194305, "machine": carry._machine()}))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        with carried({}, {}):
+            assert folder.is_dir()
+    with carried({}, {}):
+        assert not folder.exists()
+
+
 def test_both_ends_use_the_same_names() -> None:
     assert (carry.ORDERS, carry.EVENTS) == (injected.ORDERS, injected.EVENTS)
     for name in carry.GROUPS.values():
@@ -68,6 +130,14 @@ def test_where_fastloop_cannot_be_imported_the_command_goes_on_and_the_reason_is
         path = f"{variables['PYTHONPATH']}:{tmp_path}"
         assert door({**variables, "PYTHONPATH": path}, code="import fastloop") == "[] []"
         assert happened(private)[2]["why"] == broken[0]["why"], "it got as far as without that folder"
+
+
+def test_one_that_would_overwrite_its_checkpoints_does_not_go_on() -> None:
+    with carried({"disposable": True}, {}) as (variables, private):
+        with pytest.raises(subprocess.CalledProcessError) as ended:
+            door(variables)
+        assert "fastloop cannot be imported by this Python: ModuleNotFoundError" in ended.value.stderr
+        assert [each["event"] for each in happened(private)] == ["broken"]
 
 
 def test_a_command_that_outlives_it_or_has_no_orders_is_left_alone() -> None:
@@ -151,3 +221,9 @@ def test_what_to_know_beside_a_measurement() -> None:
              event("fit_ended", measured=False, step=3)]  # fmt: skip
     assert notes(twice) == ["fit was called 2 times: the first that trained was measured"] and step_of(twice) == 9
     assert step_of([MADE, FIT, BEGAN]) is None
+
+
+def test_where_the_measured_fit_began() -> None:
+    other = event("fit_began", measured=False, step=3)
+    assert began_at([MADE, FIT, other, event("fit_began", measured=True, step=40)]) == 40
+    assert began_at([MADE, FIT, BEGAN]) == 0 and began_at([MADE, FIT, other]) is None

@@ -144,6 +144,8 @@ def test_nothing_to_gain_is_an_answer(pretend: Callable[..., Any], tmp_path: Pat
         ({"verdict": "inconclusive"}, 4),
         ({"verdict": "no_difference"}, 0),
         ({"verdict": "faster"}, 0),
+        ({"verdict": "faster", "parity": {"passed": None, "undecided": ["gradient"]}}, 4),
+        ({"verdict": "faster", "parity": {"passed": None, "undecided": []}}, 0),
     ],
 )
 def test_the_confirmation_decides_the_exit_code(confirmed: Any, code: int, pretend: Callable[..., Any]) -> None:
@@ -215,12 +217,14 @@ def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Pa
             return super().run(at, *rest, **more)
 
     pretend(lab_class=Stopped)
+    said: list[str] = []
     with pytest.raises(KeyboardInterrupt) as raised:
-        asked(out="a")
+        asked(out="a", progress=said.append)
     found = json.loads((tmp_path / "a" / "climb.json").read_text())
     assert json.loads(json.dumps(left(raised.value))) == found, "for --json"
     assert found["partial"] is True and found["stopped"] == "it was stopped" and found["naive"]["step_ms"]
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
+    assert said[-1] == "fastloop: what there is stands in a, flagged as partial; go on with --resume a"
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------

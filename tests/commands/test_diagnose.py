@@ -77,6 +77,12 @@ def test_findings_of_a_run_there_was(named: str, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before, "nothing is written"
 
 
+def test_a_run_has_its_name_in_the_headline(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    (tmp_path / "a" / "env.json").write_text(json.dumps({"name": "my_net"}))
+    assert asked("a").text.splitlines()[0].startswith("fastloop STARVED BY DATA   my_net ")
+
+
 def test_a_rung_that_is_on_is_not_proposed_again(tmp_path: Path) -> None:
     write_run(tmp_path / "a", plan=Plan(steps=(Step(rung="workers", status="skipped", reason="iterable"),)))
     assert "rungs.workers {enabled: true}" not in asked("a").text
@@ -205,6 +211,8 @@ def test_the_hunt_and_the_trace_are_for_the_first_run_only(pretend: Callable[...
     asked(NET, "rungs.amp.enabled=true", syncs=True, trace=7)
     steps = [job.config().watch.trace_steps for _, job in jobs]
     assert steps == [7, 0, 0, 0] and [job.hunt_syncs for _, job in jobs] == [True, False, False, False]
+    assert [job.further_steps for _, job in jobs] == [5 + 7 + 20, 0, 0, 0], "as many as asked for are timed"
+    assert len({job.config().run.max_steps for _, job in jobs}) == 1, "its files shall say what was asked for"
     assert all(job.config().ladder.amp.enabled for _, job in jobs)
     jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
     asked(NET, "watch.trace_steps=5", out="b")

@@ -21,6 +21,15 @@ def test_no_room_is_said_with_the_place_and_what_to_do(file: str | None) -> None
     assert "out is incomplete" in error.value.do and error.value.exit_code == 1
 
 
+def test_what_can_go_on_is_said_to(tmp_path: Path) -> None:
+    for there, do in ((False, f"; {tmp_path} is incomplete"), (True, f"room, then go on with --resume {tmp_path}")):
+        if there:
+            (tmp_path / "began.json").touch()
+        with pytest.raises(FastLoopError) as error, writing(tmp_path, "began.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert error.value.do.endswith(do)
+
+
 def test_other_errors_are_what_they_were() -> None:
     with pytest.raises(FileNotFoundError), writing(Path("out")):
         Path("there/is/no/such/file").read_text()

@@ -196,3 +196,27 @@ def test_the_time_left_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     carried_out(tmp_path, AMP.but(), said=said)
     assert any("run 2 of 5, about" in line and line.endswith("s left") for line in said)
+
+
+def test_a_run_that_did_not_begin_where_the_others_did_is_none(tmp_path: Path) -> None:
+    late = AMP.but(began=lambda number: {-2: None, 2: 40}.get(number, 0))
+    done = carried_out(tmp_path, BASE.but(began=lambda _: 0), late)
+    (failure,) = verdict.told(done, "x", partial=False)["failures"]
+    assert (failure["arm"], failure["run"]) == ("amp", "run-2") and verdict.exit_code(done) == 1
+    assert failure["cause"].startswith("it began at step 40, and base, warm-up at step 0: ")
+    again = carried_out(tmp_path, BASE.but(), late.but())
+    assert again.sides[1].failed is not None, "on another day, too"
+
+
+def test_what_a_scripts_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
+    both = {"began": lambda _: 120, "unsaved": True}
+    found = verdict.flags(carried_out(tmp_path, BASE.but(**both), AMP.but(**both)).sides)
+    assert found == ["all runs began at step 120, from a checkpoint that the script loads",
+                     "the script's checkpoints were left alone: the time of writing them is missing, in all arms"
+                     " alike"]  # fmt: skip
+    assert verdict.flags(carried_out(tmp_path / "plain", AMP.but(began=lambda _: 0)).sides) == []
+
+
+def test_of_an_arm_without_a_run_nothing_is_said_to_have_taken_or_not(tmp_path: Path) -> None:
+    (found,) = carried_out(tmp_path, AMP.but(fails_at=0)).comparisons()
+    assert found.why == "insufficient: 1 run of the base and 0 of the arm, a verdict takes 3"

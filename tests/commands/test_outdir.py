@@ -109,3 +109,7 @@ def test_ranks_that_write_nothing_make_nothing(here: Path) -> None:
     assert outdir.unclaimed("gpt2", "a/b") == Path("a/b")
     assert outdir.unclaimed("gp t2", None).parent == Path("fastloop-runs/gp-t2")
     assert below(here) == []
+
+
+def test_what_was_stopped_says_how_to_go_on() -> None:
+    assert outdir.stands(Path("a")).endswith("stands in a, flagged as partial; go on with --resume a")

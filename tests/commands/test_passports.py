@@ -10,7 +10,7 @@ from fastloop.commands import listing, passports
 from fastloop.comparison import Gate, Outcome, Sample
 
 SAMPLE = Sample(name="amp", samples_per_s=(1.0, 2.0, 3.0), places=(0, 1, 2))
-HARDWARE = {"device_name": "NVIDIA H200", "torch": "2.11.0"}
+HARDWARE = {"device_name": "NVIDIA H200", "torch": "2.11.0", "lightning": "2.6.6", "fastloop": "0.1.0", "driver": None}
 
 
 def outcome(deviation: float = 3e-3) -> Outcome:
@@ -33,6 +33,8 @@ def test_kept_newest_first_and_shown_with_the_manual(cache: Path) -> None:
     assert [each["gradient_deviation"] for each in found] == [2e-3, 1e-3] and found[0]["runs"] == 3
     answer = listing.rungs("amp")
     assert "NVIDIA H200" in answer.text and "approximate, passed" in answer.text and "deviates by 0.002" in answer.text
+    seen = "deviation (smallest visible): gradient 2e-3 (4e-3); lightning 2.6.6, fastloop 0.1.0, driver n/a"
+    assert seen in answer.text and "gradient 1e-3 (4e-3)" in answer.text
     assert answer.json is not None and len(answer.json["passports"]) == 2
     assert passports.of("layout") == []
 
@@ -57,3 +59,9 @@ def test_a_cache_that_cannot_be_used_is_as_good_as_none(cache: Path) -> None:
     cache.mkdir()
     (cache / "amp.json").write_text("[1, 2")
     assert passports.of("amp") == []
+
+
+def test_what_no_gate_has_measured_is_not_shown() -> None:
+    equal = Gate(name="ledger", passed=True, why="the same samples")
+    passports.keep("amp", Outcome(parity_class="exact", passed=True, gates=(equal,)), {}, SAMPLE)
+    assert passports.lines("amp")[-1] == "    lightning n/a, fastloop n/a, driver n/a"

@@ -19,6 +19,7 @@ from fastloop.commands.supervise import Ended, Limits
 from fastloop.commands.trial import Trial, finished
 from fastloop.config import diff
 from fastloop.errors import ConfigError
+from tests.commands.command_line import run
 
 TRAIN = Path(__file__).with_name("own_script") / "train.py"
 SECRET = "sk-nobody-may-see-this"
@@ -94,6 +95,25 @@ def test_runs_with_another_seed_are_other_trainings(tmp_path: Path) -> None:
     assert len(losses[0]) == len(losses[1]) == 4 and losses[0] != losses[1]
 
 
+def ckpts() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path("ckpts").iterdir())}
+
+
+@pytest.mark.slow
+def test_the_users_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
+    script = (sys.executable, TRAIN, "--ckpts", "ckpts", "--epochs")
+    real = run("exec", "--out", "real", "--", *script, "1", cwd=tmp_path)
+    before = ckpts()
+    assert real.code == 0 and set(before) == {"last.ckpt", "epoch=0-step=60.ckpt"}, "the real run saves"
+    tries = arm("--epochs 9 --ckpts ckpts")
+    for name, ask in {"timed": Ask(steps=30, warmup=5), "gradients": Ask(variation="gradients")}.items():
+        found = tries.run(name, tmp_path / name, ask)
+        assert found.ok and (found.began, found.unsaved) == (60, True), found.cause
+        assert ckpts() == before
+    again = run("exec", "--out", "again", "--", *script, "2", cwd=tmp_path)
+    assert again.code == 0 and ckpts() != before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "ask", "cause"), [
     ("--does never", Ask(), "train made a Trainer, but never called fit"),
@@ -115,7 +135,8 @@ def test_why_there_is_no_rate(args: str, ask: Ask, cause: str, tmp_path: Path) -
 def test_a_script_that_hangs_is_ended_and_says_where(tmp_path: Path, newborns: Callable[[], list[Any]]) -> None:
     found = arm("--does hangs").run("arm", tmp_path, Ask(), limits=Limits(silent_s=20, grace_s=10))
     assert found.cause is not None
-    assert re.fullmatch(r"hung: no step and no output for 20 s at step \d+; it was ended", found.cause)
+    assert re.fullmatch(r"hung: no step, no output and no work of its processor for 20 s at step \d+; it was ended",
+                        found.cause)  # fmt: skip
     assert "in misbehave" in (tmp_path / "stderr.txt").read_text(), "the line it hangs in"
     assert not newborns()
 

@@ -67,7 +67,7 @@ def test_the_cause_of_death_is_told(code: str, cause: str, tmp_path: Path) -> No
 
 def test_a_hung_child_is_ended_within_its_limit(tmp_path: Path) -> None:
     found = ended(BEATS.format(steps=2, every=0.1) + "time.sleep(60)", tmp_path, limits={"silent_s": 1.5})
-    assert found.cause == "hung: no step and no output for 1.5 s at step 2; it was ended"
+    assert found.cause == "hung: no step, no output and no work of its processor for 1.5 s at step 2; it was ended"
     assert found.seconds < 1.5 + 5 + 5 and found.code == -signal.SIGTERM
 
 
@@ -80,6 +80,31 @@ def test_slow_is_not_hung(tmp_path: Path) -> None:
 def test_output_is_a_sign_of_life(stream: str, tmp_path: Path) -> None:
     prints = f"import sys, time\nfor _ in range(4):\n    print('x', file=sys.{stream}, flush=True); time.sleep(1)"
     assert ended(prints, tmp_path, limits={"silent_s": 2.2}).cause is None
+
+
+COMPUTES = "import time\nend = time.monotonic() + {s}\nwhile time.monotonic() < end: sum(range(10_000))\n"
+
+
+def test_work_is_a_sign_of_life(tmp_path: Path) -> None:
+    found = ended(COMPUTES.format(s=5), tmp_path, limits={"silent_s": 1.5})
+    assert found.cause is None and found.seconds > 4.5, "without output, longer than the limit on silence"
+
+
+def test_so_is_that_of_a_grandchild_of_a_sleeping_child(tmp_path: Path) -> None:
+    (tmp_path / "computes.py").write_text(COMPUTES.format(s=5))
+    waits = "import subprocess, sys; subprocess.run([sys.executable, 'computes.py'])"
+    assert ended(waits, tmp_path, limits={"silent_s": 1.5}).cause is None
+
+
+def test_once_it_only_idles_it_is_hung(tmp_path: Path) -> None:
+    idles = COMPUTES.format(s=2) + "while True: time.sleep(0.05)"
+    found = ended(idles, tmp_path, limits={"silent_s": 2})
+    assert found.cause == "hung: no step, no output and no work of its processor for 2 s; it was ended"
+
+
+def test_what_computes_for_ever_ends_by_the_total_limit(tmp_path: Path) -> None:
+    found = ended(COMPUTES.format(s=60), tmp_path, limits={"silent_s": 1, "total_s": 4})
+    assert found.cause == "took longer than its limit of 4 s; it was ended"
 
 
 def test_a_child_that_lives_on_is_ended_at_its_total_limit(tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ def test_a_training_that_went_well(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(trial.supervise, "SAY_S", 0.0)
-    job = net("run.max_steps=30", f"recipe.api_key={SECRET}")
+    job = net("run.max_steps=25", f"recipe.api_key={SECRET}", further_steps=5)
     found = run_trial("arm 1", job, tmp_path / "a" / "1", progress=lines.append)
     assert found.ok and found.cause is None and (found.code, found.last_step, found.tail) == (0, 30, "")
     assert found.measurement is not None and found.measurement["total_steps"] == 30
     assert found.samples_per_s == found.measurement["samples_per_s"] > 0
+    assert "max_steps: 25\n" in (found.run_dir / "config.resolved.yaml").read_text(), "running that adds no steps"
     names = {path.name for path in found.run_dir.iterdir()}
     assert {"measurement.json", "report.md", "trial.json", "stdout.txt", "stderr.txt", "beat"} <= names
     assert lines and all(line.startswith("arm 1: ") for line in lines)
@@ -68,7 +69,7 @@ def test_a_training_that_raised_and_no_secret_in_what_is_said(tmp_path: Path) ->
 def test_a_training_that_hangs_says_where(tmp_path: Path) -> None:
     found = run_trial("arm", net("recipe.at=7", "recipe.does=hang", "run.max_steps=25"), tmp_path,
                       limits=Limits(silent_s=20, grace_s=10))  # fmt: skip
-    assert found.cause == "hung: no step and no output for 20 s at step 7; it was ended"
+    assert found.cause == "hung: no step, no output and no work of its processor for 20 s at step 7; it was ended"
     assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "the line it hangs in"
     assert found.measurement is None or found.measurement["partial"] is True
 
@@ -145,6 +146,6 @@ def test_a_rank_that_hangs_ends_them_all(tmp_path: Path, newborns: Callable[[], 
     job = net("run.devices=2", "recipe.at=7", "recipe.does=hang", "recipe.rank=1", "run.max_steps=25")
     found = run_trial("arm", job, tmp_path, limits=Limits(silent_s=20, grace_s=5))
     assert not found.ok and found.cause is not None and time.monotonic() - begun < 120
-    assert found.cause.startswith("hung: no step and no output for 20 s at step")
+    assert found.cause.startswith("hung: no step, no output and no work of its processor for 20 s at step")
     assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "rank 1 says where it stands"
     assert not newborns()

@@ -114,9 +114,8 @@ def test_a_trial_beats_the_estimate(ceilings: dict[str, float], gain: float) -> 
     first, *rest = findings(resnet50_naive(ceilings=ceilings))
     assert first.bottleneck == "data_wait" and rest == []
     assert first.ceiling_gain_pct == pytest.approx(gain, abs=0.1) and not first.ceiling_is_estimate
-    assert "measured" in first.detail[0]
     (estimated,) = findings(resnet50_naive())
-    assert estimated.ceiling_is_estimate and estimated.detail == ()
+    assert estimated.ceiling_is_estimate
 
 
 @pytest.mark.parametrize(("rate", "named"), [(102.9, False), (103.1, True), (90.0, False)])

@@ -20,6 +20,11 @@ def test_too_short(step: float | None, parts: dict[str, Any]) -> None:
     assert findings(seen) == (Finding(bottleneck="none", share_pct=None, why=why, title="TOO SHORT TO JUDGE"),)
 
 
+def test_without_a_watch_nothing_is_known() -> None:
+    (finding,) = findings(Measurement(total_steps=None))
+    assert finding.why == "nothing was measured: watch.enabled is false" and finding.title == "NOT MEASURED"
+
+
 @pytest.mark.parametrize(("steps", "says"), [(0, "too short to judge: no step was trained"),
                                              (1, "too short to judge: 1 step ran and the first 20 are warm-up")])
 def test_hardly_any_step(steps: int, says: str) -> None:

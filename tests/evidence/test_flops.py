@@ -475,3 +475,21 @@ def test_per_sample() -> None:
         "per_sample": 10, "matmul": 6, "convolution": 3, "attention": 1, "recomputed": 2, "at_least": True,
         "uncounted": ["aten.x"], "source": "trial"}  # fmt: skip
     assert work.per(0)["per_sample"] is None and "samples" in work.per(0)["why"]
+
+
+def test_no_work_is_not_a_count_of_0() -> None:
+    assert Work().per(4) == {"per_sample": None, "source": "one eager step of this run",
+                             "why": "the counted step had no product, convolution or attention"}  # fmt: skip
+    unknown = Work(recomputed=3, at_least=True, uncounted=("mine.kernel",)).per(4)
+    assert unknown["per_sample"] is None and unknown["why"] == "the counted step had nothing with a formula"
+
+
+def test_a_step_without_a_backward_is_none_to_go_by() -> None:
+    layer = torch.nn.Linear(8, 16)
+    with FlopCount() as count:
+        loss = layer(torch.ones(4, 8)).sum()
+    assert count.work.total == 2 * 4 * 8 * 16
+    assert count.per(4)["per_sample"] is None and count.per(4)["why"] == "the counted step had no backward"
+    with count:
+        loss.backward()
+    assert count.per(4, "a trial") == count.work.per(4, "a trial") and count.per(4)["per_sample"] == 2 * 2 * 8 * 16

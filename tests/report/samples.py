@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -138,16 +139,25 @@ def tuned() -> Run:
     return Run(seen, (finding,), verdicts, Plan(steps=steps), "gpt2")
 
 
+def handed_in(rank: int, seen: Measurement, raised: BaseException | None = None) -> Mapping[str, Any]:
+    """A rank's record as rank 0 has it: made by the code that makes them, and through the store."""
+    from fastloop.bridge.eyes import of_rank  # here: Lightning brings pyplot along
+
+    record = {"rank": rank, "host": f"node-{'ab'[rank]}", **of_rank(seen, raised)}
+    return dict(json.loads(json.dumps(record, default=dict)))
+
+
 def straggler() -> Run:
     """Two ranks, one of them slow, and a loader that is slow as well: two findings."""
     base = resnet50().seen
+    times = {"mean": 115.0, "median": 114.0, "p10": 110.0, "p90": 121.0}
     slow = parts(data_wait=60.0, forward=20.0, backward=31.0, optimizer=2.0, comm_exposed=1.0, unexplained=1.0)
     quick = parts(data_wait=9.0, forward=20.0, backward=31.0, optimizer=2.0, comm_exposed=52.0, unexplained=1.0)
+    both = (dataclasses.replace(base, step_ms=times, parts_ms=quick, host_ms=quick),
+            dataclasses.replace(base, step_ms={**times, "mean": 115.1}, parts_ms=slow, host_ms=slow))  # fmt: skip
     seen = dataclasses.replace(
-        base, world_size=2, samples_per_s=2226.0, step_ms={"mean": 115.0, "median": 114.0, "p10": 110.0, "p90": 121.0},
-        parts_ms=slow, host_ms=slow, timeline=base.timeline[:2],
-        ranks=({"rank": 0, "host": "node-a", "step_ms": 115.0, "parts_ms": quick, "host_ms": quick},
-               {"rank": 1, "host": "node-b", "step_ms": 115.1, "parts_ms": slow, "host_ms": slow}),
+        base, world_size=2, samples_per_s=2226.0, step_ms=times, parts_ms=slow, host_ms=slow,
+        timeline=base.timeline[:2], ranks=tuple(handed_in(rank, one) for rank, one in enumerate(both)),
     )  # fmt: skip
     findings = (Finding(bottleneck="straggler", title="WAITING FOR RANK 1", share_pct=45.2, ceiling_gain_pct=79.7,
                         why="rank 1 on node-b comes 51.0 ms after rank 0"),
@@ -179,6 +189,16 @@ def partial() -> Run:
                                                  window_too_short=True, timeline=run.seen.timeline[:2]))  # fmt: skip
 
 
+def died() -> Run:
+    """Two ranks, of which the second raised, whereupon the first lost it."""
+    run = straggler()
+    ends = (RuntimeError("Connection closed by peer"), ValueError("boom"))
+    seen = [dataclasses.replace(run.seen, partial=True, ranks=(), step_ms={**run.seen.step_ms, "mean": mean})
+            for mean in (115.0, 115.1)]  # fmt: skip
+    ranks = tuple(handed_in(rank, one, end) for rank, (one, end) in enumerate(zip(seen, ends, strict=True)))
+    return run._replace(seen=dataclasses.replace(seen[0], ranks=ranks))
+
+
 def empty() -> Run:
     """A fit that ended before anything could be measured."""
     return Run(Measurement())
@@ -206,5 +226,5 @@ def hostile() -> Run:
     return Run(seen, (finding,), (verdict,), Plan(steps=(step,)), HOSTILE)
 
 
-RUNS = {"resnet50": resnet50, "gpt2": gpt2, "tuned": tuned, "straggler": straggler, "cpu": cpu, "partial": partial,
-        "empty": empty, "hostile": hostile}  # fmt: skip
+RUNS = {"resnet50": resnet50, "gpt2": gpt2, "tuned": tuned, "straggler": straggler, "died": died, "cpu": cpu,
+        "partial": partial, "empty": empty, "hostile": hostile}  # fmt: skip

@@ -67,11 +67,19 @@ def test_on_the_cpu_there_is_one_clock_and_what_is_not_split_is_hatched() -> Non
 
 
 @pytest.mark.parametrize("parts", [{"forward": -1.0, "backward": 2.0}, {"forward": nan, "backward": 3.0},
-                                   {"backward": 1e-9}, {"backward": 1e9}, dict.fromkeys(PARTS, 1.0)],
+                                   {"backward": 0.001}, {"backward": 1e9}, dict.fromkeys(PARTS, 1.0)],
                          ids=["negative", "nan", "tiny", "huge", "all"])  # fmt: skip
 def test_odd_parts_are_drawn(parts: dict[str, Any]) -> None:
     seen = dataclasses.replace(samples.resnet50().seen, parts_ms=parts, step_ms={"mean": 2.0})
     assert "backward" in texts(shown(seen)["step-wide"])
+
+
+def test_what_adding_up_leaves_over_is_no_part_of_the_picture() -> None:
+    seen = dataclasses.replace(samples.cpu().seen, parts_ms={"forward": 223.0, "unexplained": -2.8e-14})
+    assert "unexplained" not in texts(shown(seen)["step-wide"]) and "forward" in texts(shown(seen)["step-wide"])
+    assert figures.step_words(seen) == "A step of 223.0 ms: forward 223 ms."
+    real = dataclasses.replace(seen, parts_ms={"forward": 220.0, "unexplained": 3.0})
+    assert {"unexplained", "3 ms", "1.3 %"} <= set(texts(shown(real)["step-wide"]))
 
 
 @pytest.mark.parametrize("step", [{}, {"mean": 0.0}, {"mean": nan}, {"mean": math.inf}])
@@ -114,16 +122,30 @@ def test_lost_losses_are_marked() -> None:
     assert "not finite" in shown(Measurement(loss=(nan, nan)))["loss"]
 
 
-@pytest.mark.parametrize("losses", [(1e308, -1e308), (1e-320, 2e-320), (5.0,), (2.0, 2.0)])
+@pytest.mark.parametrize("losses", [(1e308, -1e308), (1e-320, 2e-320), (2.0, 2.0)])
 def test_losses_of_any_size_cannot_break_the_report(losses: tuple[float, ...]) -> None:
     made = figures.draw(Measurement(loss=losses))["loss"]
     assert made.markup or made.why_not
 
 
+def test_one_loss_is_no_curve() -> None:
+    assert "loss" not in shown(Measurement(loss=(5.0,))) and "loss" in shown(Measurement(loss=(5.0, 4.0)))
+
+
+def test_the_curve_begins_at_the_top_unless_something_stands_above_it() -> None:
+    tops = []
+    for losses in ((1.0, 2.0), (1.0, nan)):
+        figure = figures.loss(Measurement(loss=losses))
+        (axes,) = figure.axes
+        tops.append((axes.get_position().y1, bool(axes.get_title(loc="left"))))
+    assert [titled for _, titled in tops] == [False, True]
+    assert 0.97 < tops[0][0] < 1 and tops[1][0] < 0.93
+
+
 def test_kernels_and_idle_time_share_a_scale() -> None:
     markup = shown(samples.gpt2().seen)["kernels"]
     work, idle = bars(markup, "#2f6fb5"), bars(markup, "#d9480f")
-    assert work[0] == 150.0 and work[1] == pytest.approx(150 * 211 / 1102, abs=0.1) and len(idle) == 4
+    assert work[0] == 150.0 and work[1] == pytest.approx(150 * 211 / 1102, abs=0.1) and len(idle) == 3, "0 ms is no row"
     assert {"the device works on", "the device is idle for", "gemm", "69.7 %", "1,102 ms"} <= set(texts(markup))
 
 
@@ -132,6 +154,11 @@ def test_a_rank_is_a_bar() -> None:
     assert {"0 node-a", "1 node-b", "115.1 ms"} <= set(texts(markup))
     assert [width for width in bars(markup, figures.COLOURS["comm_exposed"]) if width > 50] == [
         pytest.approx(210 * 52 / 115 - 1, abs=0.2)]  # fmt: skip
+
+
+def test_ranks_of_older_files_have_one_number_for_their_step() -> None:
+    ranks = tuple({"rank": rank, "step_ms": 100.0 + rank, "parts_ms": {"forward": 50.0}} for rank in (0, 1))
+    assert {"100.0 ms", "101.0 ms"} <= set(texts(shown(Measurement(ranks=ranks))["ranks"]))
 
 
 def test_of_many_ranks_the_slowest_and_the_quickest_are_drawn() -> None:

@@ -59,15 +59,28 @@ def test_work_is_at_least_where_operators_could_not_be_counted() -> None:
 
 def test_a_price_alone_makes_the_table() -> None:
     found = values(readings.work(Measurement(usd_per_million_samples=1234.5, peaks={"matmul_tf32": True})))
-    assert found["price of a million samples"] == "$1,234.50" and found["rate per device"] == "n/a"
+    assert found["price of a million samples"] == "$1,234.50" and len(found) == 2
     assert found["TF32 allowed: products, convolutions"] == "yes, n/a"
+
+
+def test_what_was_not_measured_of_the_work_is_one_sentence() -> None:
+    seen = Measurement(tflop_per_s=0.02, flops={"per_sample": 1e6, "source": "one eager step of this run"})
+    table = readings.work(seen)
+    assert [row[0] for row in table.rows] == ["work per sample", "rate per device"] and "n/a" not in str(table.rows)
+    assert table.note.startswith("Counted by one eager step of this run. Not measured on the CPU: MFU of")
+    assert "energy of the board per sample" in table.note and table.note.endswith("price of a million samples.")
+    assert "on the CPU" not in readings.work(samples.resnet50().seen).note
+    assert readings.work(Measurement()).note == "", "the list of what is missing says it"
+    uncounted = readings.work(Measurement(joule_per_sample=1.0, flops={"source": "a step", "why": "no backward"}))
+    assert "Not counted: no backward." in uncounted.note and "Counted by" not in uncounted.note
 
 
 def test_kernels_are_sorted_and_their_idle_time_is_told_apart() -> None:
     families, longest = readings.kernels(samples.gpt2().seen)
     rows = [row[0] for row in families.rows]
     assert rows[:2] == ["gemm", "attention"]
-    assert rows[-4:] == ["idle: launch", "idle: sync", "idle: other", "idle: data"]
+    assert rows[-3:] == ["idle: launch", "idle: sync", "idle: other"], "there was no idle time for want of data"
+    assert "0.000" not in str(families.rows) and "those of no time are left out" in families.note
     assert families.rows[0][1:] == ("1,102.000", "69.7") and "the trace cost 6.4 s" in families.note
     assert "launches per step 9,120" in families.note and "NCCL" not in families.note
     assert len(longest.rows[0][0]) <= 120 and longest.rows[0][1] == "611.000"
@@ -84,6 +97,28 @@ def test_ranks_show_the_parts_that_some_rank_has() -> None:
     table = readings.ranks(samples.straggler().seen)
     assert table.head[:4] == ("rank", "host", "step ms", "waiting for data") and len(table.rows) == 2
     assert table.rows[1][:4] == ("1", "node-b", "115.10", "60.00")
+    assert "n/a" not in str(table.rows) and "ended by" not in table.head
+    older = dataclasses.replace(samples.straggler().seen, ranks=({"rank": 0, "step_ms": 9.5}, {"rank": 1}))
+    assert [row[2] for row in readings.ranks(older).rows] == ["9.50", "n/a"]
+
+
+def test_ranks_that_ended_badly_say_by_what() -> None:
+    seen = samples.died().seen
+    table = readings.ranks(seen)
+    assert table.head[-1] == "ended by" and [row[-1] for row in table.rows] == ["RuntimeError", "ValueError"]
+    well, badly = seen.ranks[0] | {"partial": False, "ended_by": None}, {"rank": 1, "partial": True}
+    mixed = readings.ranks(dataclasses.replace(seen, ranks=(well, badly)))
+    assert [row[-1] for row in mixed.rows] == ["normally", "an exception"], "an older record names none"
+
+
+def test_a_hunt_that_found_nothing_is_a_result() -> None:
+    seen = samples.cpu().seen
+    assert readings.syncs(seen).rows == () and "synchronisations: none listed" in " ".join(readings.missing(seen))
+    hunted = dataclasses.replace(seen, evidence={"syncs": {"hunted_steps": 5}})
+    assert readings.syncs(hunted).rows == (("none found", "in 5 steps", "0", "0", "-"),)
+    assert "synchronisations" not in " ".join(readings.missing(hunted))
+    cut_short = dataclasses.replace(seen, evidence={"syncs": {"hunted_steps": 0}})
+    assert readings.syncs(cut_short).rows == (), "0 steps found nothing out"
 
 
 def test_synchronisations_and_drift() -> None:

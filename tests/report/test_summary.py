@@ -87,6 +87,7 @@ def test_flags(change: dict[str, Any], flag: str) -> None:
     ({"first_step": 21, "total_steps": 5000}, "steps 21-61"),
     ({"steps": 0, "total_steps": 1}, "1 step, none of them measured"),
     ({"steps": 0, "total_steps": 0}, "0 steps, none of them measured"),
+    ({"steps": 0, "total_steps": None}, "steps n/a: nothing watched them"),
 ])  # fmt: skip
 def test_the_steps_measured_are_those_of_the_window_and_not_the_last_ones(change: dict[str, Any], said: str) -> None:
     assert summary.window(dataclasses.replace(SEEN, **change)) == said
@@ -130,6 +131,24 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
     assert report is None or lines[-1] == f"REPORT   {report}"
     if inactive + unknown <= 1:
         assert text.count("\nINACTIVE") == inactive and text.count("\nUNKNOWN") == unknown, "joined without need"
+
+
+def test_all_kinds_of_lines_together_are_twelve() -> None:
+    seen, findings, verdicts, plan, name = samples.gpt2()
+    verdicts = tuple(Verdict(rung=f"{took}", took=took, why="x") for took in (True, False, None))
+    seen = dataclasses.replace(seen, partial=True, state=("hot",), tokens_per_s=1.0)
+    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, ("a",), ("b",))
+    assert len(lines) <= 12 and [line.split()[0] for line in lines[-8:]] == [
+        "TOOK", "INACTIVE", "UNKNOWN", "SYNC", "NOTE", "FIX", "THEN", "REPORT"]  # fmt: skip
+
+
+def test_ranks_say_what_ended_them() -> None:
+    seen, findings, verdicts, plan, name = samples.died()
+    first = summary.lines(seen, plan, verdicts, findings, None, name)[0]
+    assert first.endswith("PARTIAL: the fit did not end normally (rank 0: RuntimeError, rank 1: ValueError)")
+    alone = dataclasses.replace(seen, partial=False, ranks=(seen.ranks[0] | {"ended_by": None, "partial": False},
+                                                            seen.ranks[1]))  # fmt: skip
+    assert summary.flags(alone) == ["PARTIAL: the fit did not end normally (rank 1: ValueError)"]
 
 
 def test_a_reason_of_several_lines_takes_one() -> None:
@@ -223,6 +242,7 @@ def test_short_numbers(value: Any, text: str) -> None:
     ("change", "said"),
     [({"ceiling_gain_pct": 700.0, "ceiling_is_estimate": False}, "at most 9,876 samples/s (8.0x, measured)"),
      ({"ceiling_gain_pct": 3.0, "ceiling_is_estimate": False}, "at most 1,272 samples/s (1.03x, measured)"),
+     ({"ceiling_gain_pct": 24.0, "ceiling_is_estimate": False}, "at most 1,531 samples/s (1.24x, measured)"),
      ({"ceiling_gain_pct": 3.0}, "at most 1,272 samples/s (an estimate)"), ({"ceiling_gain_pct": None}, None),
      ({"ceiling_gain_pct": float("inf")}, None)],
 )  # fmt: skip

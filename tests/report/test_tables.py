@@ -61,6 +61,16 @@ def test_a_bound_is_a_rate_and_says_where_it_comes_from() -> None:
     assert tables.bound(dataclasses.replace(WAITS, ceiling_gain_pct=float("inf")), SEEN) == "n/a"
 
 
+def test_steps_that_nobody_watched_are_not_counted() -> None:
+    assert values(tables.step(Measurement(total_steps=None)))["steps in the window"] == "n/a"
+    assert values(tables.step(Measurement(total_steps=3)))["steps in the window"].startswith("0 of 3")
+
+
+def test_what_adding_up_leaves_over_has_no_sign() -> None:
+    seen = dataclasses.replace(SEEN, parts_ms={"forward": 10.0, "unexplained": -3e-15})
+    assert values(tables.parts(seen))["unexplained"][0] == "0.000"
+
+
 def test_details_leave_out_what_the_state_says() -> None:
     finding = dataclasses.replace(WAITS, detail=("a", "hot"))
     assert tables.details([finding], dataclasses.replace(SEEN, state=("hot",))) == [("data_wait", "a")]
@@ -82,6 +92,7 @@ def test_losses() -> None:
     said, warning = tables.losses(thinned)
     assert "one of every 7 steps" in said and warning == "1 of them are not finite numbers."
     assert tables.losses(Measurement()) == ("n/a", "")
+    assert tables.losses(Measurement(loss=(0.71,))) == ("0.7100 (1 point in measurement.json)", "")
 
 
 def test_the_environment() -> None:

@@ -21,6 +21,7 @@ parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--tell", type=Path, help="where to write what was seen")
 parser.add_argument("--api-key", default="none")
+parser.add_argument("--ckpts", type=Path, help="where it saves, and goes on from what it saved last")
 given = parser.parse_args()
 pl: Any = importlib.import_module(given.lightning)
 
@@ -55,9 +56,17 @@ class Net(pl.LightningModule):
 
 
 def trainer() -> Any:
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary")
     return pl.Trainer(accelerator="cpu", devices=given.devices, strategy="ddp" if given.devices > 1 else "auto",
-                      max_epochs=given.epochs, **dict.fromkeys(quiet, False))  # fmt: skip
+                      max_epochs=given.epochs, enable_checkpointing=given.ckpts is not None, callbacks=saves(),
+                      **dict.fromkeys(quiet, False))  # fmt: skip
+
+
+def saves() -> list[Any]:
+    if given.ckpts is None:
+        return []
+    return [pl.callbacks.ModelCheckpoint(dirpath=given.ckpts, every_n_train_steps=5, save_last=True,
+                                         enable_version_counter=False)]  # fmt: skip
 
 
 def main() -> None:
@@ -66,7 +75,7 @@ def main() -> None:
     data = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, shuffle=True)
     fits, net = trainer(), Net()
     if given.does != "never":
-        fits.fit(net, data)
+        fits.fit(net, data, ckpt_path="last" if given.ckpts is not None and given.ckpts.exists() else None)
     if given.does == "twice":
         trainer().fit(Net(), data)
     if given.tell is not None and fits.is_global_zero:
