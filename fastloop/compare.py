@@ -54,8 +54,10 @@ def compare(
 def nothing_took(base: Sample, arm: Sample) -> str | None:
     """Why these two are one and the same arm although their rungs differ; None where something does differ.
 
-    A rung that the arm switches off counts where it took in the base.
+    A rung that the arm switches off counts where it took in the base. Without a finished run of both nothing is known.
     """
+    if not base.samples_per_s or not arm.samples_per_s:
+        return None
     if not arm.changed_rungs or arm.changes_more or set(arm.changed_rungs) & _took(base, arm):
         return None
     return "no changed rung took effect: " + _reasons(base, arm, arm.changed_rungs)
@@ -68,18 +70,26 @@ def final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> 
         hopeless: arms that no number of runs can decide (``nothing_took``, or nothing left to run). A failed parity
             gate is final by itself.
     """
-    return all(
-        one.verdict != "inconclusive" or one.parity.passed is False or one.arm in hopeless for one in comparisons
-    )
+    return all(one.parity.passed is False or one.arm in hopeless or _settled(one) for one in comparisons)
+
+
+def _settled(one: Comparison) -> bool:
+    """Decided; and a faster arm's losses have been told from the base's, which takes runs too."""
+    waits = one.verdict == "faster" and any(gate.name == "loss" for gate in one.parity.undecided)
+    return one.verdict != "inconclusive" and not waits
 
 
 def exit_code(comparisons: Sequence[Comparison], failed: bool) -> int:
-    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise; the first that holds for any arm."""
+    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise; the first that holds for any arm.
+
+    A faster arm is inconclusive too where a gate could have told whether it is the same training, and did not.
+    """
     if failed:
         return 1
     if any(one.parity.passed is False for one in comparisons):
         return 3
-    return 4 if any(one.verdict == "inconclusive" for one in comparisons) else 0
+    unproven = (one.verdict == "faster" and one.parity.undecided for one in comparisons)
+    return 4 if any(one.verdict == "inconclusive" for one in comparisons) or any(unproven) else 0
 
 
 @dataclass(frozen=True)
@@ -145,9 +155,8 @@ def _reasons(base: Sample, arm: Sample, rungs: Sequence[str]) -> str:
 
 def _count(base: _Runs, arm: _Runs) -> str:
     n_base, n_arm = len(base.rates), len(arm.rates)
-    if n_base == n_arm:
-        return f"{n_base} run{'' if n_base == 1 else 's'} of each"
-    return f"{n_base} runs of the base and {n_arm} of the arm"
+    said = f"{n_base} run{'' if n_base == 1 else 's'}"
+    return f"{said} of each" if n_base == n_arm else f"{said} of the base and {n_arm} of the arm"
 
 
 def _figures(

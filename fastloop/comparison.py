@@ -39,7 +39,8 @@ class Gate:
     """None: it could not tell."""
     why: str
     deviation: float | None = None
-    """The largest deviation seen: of the gradient, its norm over that of the base's; of the loss, in percent of it."""
+    """The largest deviation seen: of the gradient, its norm over that of the base's; of the loss, in percent of it,
+    below 0 where the arm's is the lower one."""
     limit: float | None = None
     """The deviation that would fail, in the same unit."""
     visible: float | None = None
@@ -55,6 +56,12 @@ class Outcome:
     passed: bool | None = None
     why: str = ""
     gates: tuple[Gate, ...] = ()
+
+    @property
+    def undecided(self) -> tuple[Gate, ...]:
+        """Gates that could have told and did not: their trial failed, or there were too few runs. Not those that
+        nothing can test here."""
+        return tuple(gate for gate in self.gates if gate.passed is None and gate.detail.get("testable") is not False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,8 @@ def gradient_gate(base: Mapping[str, Any], arm: Mapping[str, Any], parity_class:
     ``||g_arm - g_base|| / ||g_base||`` has to stay below the ``TAU`` of the precision, or below what its rounding does
     to the base's own gradient; of an `exact` arm it has to be 0, where the base repeats itself bit for bit. A layer
     that lost its gradient fails whatever share of the norm it had, and so does one that carries a hundredth of the norm
-    and of which less than half is left.
+    and of which less than half is left. Gradients are those that the optimizer gets, so clipping counts where it bites;
+    where the arms are told to clip in other ways and this step does not show it, that is said.
     """
     if (why := base.get("why") or arm.get("why")) is not None:
         return _gate("gradient", None, f"not testable here: {why}", testable=False)
@@ -61,7 +62,7 @@ def gradient_gate(base: Mapping[str, Any], arm: Mapping[str, Any], parity_class:
                                                                             min(ROUNDINGS * rounding, MOST)),
                             "visible": max(noise, arm.get("self_deviation") or 0.0, rounding, RESOLUTION[coarsest]),
                             "detail": {"precision": coarsest, "worst": list(arm.get("worst") or []),
-                                       "kept": arm.get("kept")}}  # fmt: skip
+                                       "kept": arm.get("kept"), **_clipping(base, arm)}}  # fmt: skip
     if not base.get("finite", True):
         return _gate("gradient", None, "not testable here: the base's own gradient is not finite", testable=False)
     if not arm.get("finite", True) or seen["deviation"] is None:
@@ -71,6 +72,16 @@ def gradient_gate(base: Mapping[str, Any], arm: Mapping[str, Any], parity_class:
     if parity_class == "exact" and seen["deviation"] <= seen["limit"]:
         return _exact(base.get("self_deviation"), noise, seen)
     return _close(base.get("random_deviation") or 0.0, noise, list(arm.get("astray") or []), coarsest, seen)
+
+
+def _clipping(base: Mapping[str, Any], arm: Mapping[str, Any]) -> dict[str, str]:
+    """What to say where two arms are told to clip gradients in other ways."""
+    ways = [each.get("clips") for each in (base, arm)]
+    if ways[0] == ways[1]:
+        return {}
+    told = [f"the {name} clips gradients {way}" if way else f"the {name} does not clip" for name, way
+            in zip(("base", "arm"), ways, strict=True)]  # fmt: skip
+    return {"note": ", ".join(told)}
 
 
 def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
@@ -163,7 +174,7 @@ def _band(base: Sequence[float], arm: Sequence[float]) -> Gate:
     band = max(SEED_SHARE * spread, LOSS_SHARE * abs(level))
     low, high = interval
     percent = 100 / abs(level) if level else math.nan
-    seen: dict[str, Any] = {"deviation": abs(low + high) / 2 * percent, "limit": band * percent,
+    seen: dict[str, Any] = {"deviation": (low + high) / 2 * percent, "limit": band * percent,
             "visible": (band + (high - low) / 2) * percent}  # fmt: skip
     figures = f"{(low + high) / 2 * percent:+.2g} % ({low * percent:+.2g} to {high * percent:+.2g}), band" \
               f" ±{band * percent:.2g} %"  # fmt: skip
@@ -186,8 +197,8 @@ def outcome(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
         return Outcome(parity_class=parity_class, passed=None, gates=gates,
                        why="claims no parity: it changes the training")  # fmt: skip
     failed = [gate for gate in gates if gate.passed is False]
-    untestable = [gate for gate in gates if gate.passed is None and gate.detail.get("testable") is False]
-    undecided = [gate for gate in gates if gate.passed is None and gate not in untestable]
+    undecided = Outcome(gates=gates).undecided
+    untestable = [gate for gate in gates if gate.passed is None and gate not in undecided]
     passed = [gate for gate in gates if gate.passed]
     said = "; ".join(f"{gate.name}: {gate.why}" for gate in failed or undecided or untestable)
     if failed:
@@ -223,4 +234,6 @@ def _gate(name: str, passed: bool | None, why: str, *, testable: bool = True, de
           **seen: Any) -> Gate:  # fmt: skip
     noted = dict(detail or {}) if testable else {**(detail or {}), "testable": False}
     figures = {key: value if value is None or math.isfinite(value) else None for key, value in seen.items()}
+    if note := noted.get("note"):
+        why = f"{why}; {note}{': where that bites in a later step, the training is another' if passed else ''}"
     return Gate(name=name, passed=passed, why=why, detail=noted, **figures)

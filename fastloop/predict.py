@@ -16,6 +16,8 @@ WORTH_PCT = 3.0
 """Of the step. What can save less is not tried."""
 NEAR = 1.03
 """Two costs closer than this are called equal."""
+ABOVE = 1.05
+"""A trial with a cost taken away that takes so many times as long as what it was taken from was disturbed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,15 @@ class Costs:
     def but(self, **changes: Any) -> Costs:
         """The same with other costs."""
         return dataclasses.replace(self, **changes)
+
+
+def without_absurd(costs: Costs) -> Costs:
+    """The same, less the parts of the step that took longer than what they are a part of."""
+    if costs.replayed_ms is not None and costs.replayed_ms > ABOVE * costs.core_ms:
+        return costs.but(replayed_ms=None, resident_ms=None, alone_ms=None, mfu=None, launch_bound=None)
+    rest = costs.core_ms if costs.replayed_ms is None else costs.replayed_ms
+    parts = {"resident_ms": costs.resident_ms, "alone_ms": costs.alone_ms}
+    return costs.but(**{name: None if ms is not None and ms > ABOVE * rest else ms for name, ms in parts.items()})
 
 
 def predicted_ms(now: Costs, then: Costs) -> float | None:

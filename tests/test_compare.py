@@ -161,6 +161,12 @@ def test_switching_off_a_rung_that_took_is_a_change() -> None:
     assert nothing_took(without, arm) == "no changed rung took effect: amp (no autocast seen)"
 
 
+@pytest.mark.parametrize(("of_base", "of_arm"), [(5, 0), (0, 5), (0, 0)])
+def test_without_a_finished_run_nobody_knows_what_took(of_base: int, of_arm: int) -> None:
+    arm = sample("b", 300, of_arm, changed_rungs=("amp",))
+    assert nothing_took(sample("base", 400, of_base), arm) is None
+
+
 def test_failed_parity_takes_the_verdict_and_leaves_the_figures() -> None:
     found = judged(1.32, parity=BAD)
     assert found.verdict == "inconclusive" and found.ratio and found.ratio > 1.3 and found.ci95 and found.ci95[0] > 1.2
@@ -182,6 +188,9 @@ def test_parity_left_open_is_said() -> None:
 # -- looks and exits --------------------------------------------------------------------------------------------------
 
 FASTER, SLOWER, OPEN, FAILED = judged(1.32), judged(0.8), judged(1.01, 3), judged(1.01, 3, parity=BAD)
+HUNG = Outcome(parity_class="approximate", gates=(Gate(name="gradient", passed=None, why="it hung"),))
+BLIND = Outcome(gates=(Gate(name="gradient", passed=None, why="not testable here", detail={"testable": False}),))
+CLAIMLESS = Outcome(parity_class="changes-training")
 
 
 def test_an_experiment_ends_when_every_arm_is_decided() -> None:
@@ -190,9 +199,19 @@ def test_an_experiment_ends_when_every_arm_is_decided() -> None:
     assert final([FASTER, OPEN], hopeless=["b"]) and not final([OPEN], hopeless=["c"])
 
 
+def test_a_faster_arm_runs_on_until_its_losses_are_told_apart() -> None:
+    few = Outcome(parity_class="approximate", gates=(Gate(name="loss", passed=None, why="too few runs"),))
+    assert not final([judged(1.32, parity=few)]) and final([judged(0.8, parity=few)]), "a slower one is of no use"
+    assert final([judged(1.32, parity=HUNG)]), "more runs tell nothing of gradients"
+
+
 @pytest.mark.parametrize(("comparisons", "failed", "code"), [
     ([FASTER, SLOWER], False, 0), ([FASTER, OPEN], False, 4), ([OPEN, FAILED, FASTER], False, 3),
     ([OPEN, FAILED], True, 1), ([], False, 0), ([], True, 1),
-], ids=["decided", "one open", "one not the same training", "a run failed", "nothing", "only failures"])  # fmt: skip
+    ([FASTER, judged(1.32, parity=HUNG)], False, 4), ([judged(0.8, parity=HUNG)], False, 0),
+    ([judged(1.32, parity=BLIND)], False, 0), ([judged(1.32, parity=CLAIMLESS)], False, 0),
+], ids=["decided", "one open", "one not the same training", "a run failed", "nothing", "only failures",
+        "faster, but a gate could not be taken", "slower anyway", "what nothing can test",
+        "no parity claimed"])  # fmt: skip
 def test_exit_codes(comparisons: list[Comparison], failed: bool, code: int) -> None:
     assert exit_code(comparisons, failed) == code

@@ -136,8 +136,31 @@ def test_gradients_of_a_quarter_the_size(kind: Any, tmp_path: Path) -> None:
     assert parity.outcome("approximate", [gate]).why.startswith("gradient: ")
 
 
-def test_which_adamw_hides_from_the_loss() -> None:
-    base, arm = twins.losses(), twins.losses(QuarterInAHook)
+@pytest.mark.parametrize("who", ["arm", "base"])
+@pytest.mark.parametrize("rungs", [None, SPLIT], ids=["as it is", "in other pieces"])
+def test_gradients_that_one_side_clips(who: str, rungs: Any, tmp_path: Path) -> None:
+    clip = {"gradient_clip_val": 0.001}
+    base, _ = twins.gradient(tmp_path / "base", **(clip if who == "base" else {}))
+    arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", rungs=rungs, **(clip if who == "arm" else {}))
+    gate = parity.gradient_gate(base, arm)
+    assert gate.passed is False and f"the {who} clips gradients by norm to 0.001" in gate.why
+    assert (gate.deviation or 0) > (0.99 if who == "arm" else 99) and "does not clip" in gate.why
+
+
+@pytest.mark.parametrize("who", ["arm", "base"])
+def test_clipping_that_does_not_bite_is_named(who: str, tmp_path: Path) -> None:
+    clip = {"gradient_clip_val": 1e6, "gradient_clip_algorithm": "value"}
+    base, _ = twins.gradient(tmp_path / "base", **(clip if who == "base" else {}))
+    arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", **(clip if who == "arm" else {}))
+    gate = parity.gradient_gate(base, arm, "exact")
+    assert gate.passed and gate.deviation == 0 and f"the {who} clips gradients by value to 1e+06" in gate.why
+    assert gate.why.endswith("where that bites in a later step, the training is another")
+
+
+@pytest.mark.parametrize("wrong", [{"kind": QuarterInAHook}, {"gradient_clip_val": 0.001}],
+                         ids=["a quarter", "clipped"])  # fmt: skip
+def test_which_adamw_hides_from_the_loss(wrong: dict[str, Any]) -> None:
+    base, arm = twins.losses(), twins.losses(**wrong)
     assert parity.loss_gate(base, arm).passed is not False, "the reason for a gradient gate"
     assert base != arm and parity.loss_gate(base, arm, "exact", bitwise=True).passed is False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.predict import Costs, ceilings_ms, error_pct, predicted_ms, saved_ms
+from fastloop.predict import Costs, ceilings_ms, error_pct, predicted_ms, saved_ms, without_absurd
 
 
 def truth(rest: float, loader: float, host: float, workers: int) -> float:
@@ -75,6 +75,15 @@ def test_the_loader_is_read_off_the_step_where_nobody_asked_it() -> None:
 )
 def test_what_is_unknown_is_not_predicted(now: Costs, changes: dict[str, float]) -> None:
     assert saved_ms(now, now.but(**changes)) is None
+
+
+def test_parts_that_take_longer_than_the_whole_are_not_known() -> None:
+    near = Costs(now_ms=100, outside_ms=20, replayed_ms=83, resident_ms=86, alone_ms=70, mfu=0.3)
+    assert without_absurd(near) == near
+    assert without_absurd(near.but(resident_ms=90)) == near.but(resident_ms=None)
+    assert without_absurd(near.but(alone_ms=90)) == near.but(alone_ms=None)
+    assert without_absurd(near.but(replayed_ms=None, alone_ms=90)).alone_ms is None, "then the run is the measure"
+    assert without_absurd(near.but(replayed_ms=90)) == Costs(now_ms=100, outside_ms=20)
 
 
 # -- ceilings ---------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ other random numbers, for a step that draws some of its own; and from weights th
 rounds, for what rounding alone does to this gradient. Behind ReLUs and BatchNorms that is 1e-2 for float32 and 0.3 for
 bfloat16, in a transformer 1e-6 and 1e-2, so one limit for all would be wrong.
 
-The gradient is the one before clipping, averaged over ranks and accumulated batches; where gradients are clipped, the
-one after it is looked at as well.
+The gradient is the one before clipping, averaged over ranks and accumulated batches; where either arm clips, what the
+optimizer gets is looked at as well.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ class GradientProbe(Callback):
         self.answer: dict[str, Any] = {}
         """On the first rank, after the fit: ``loss``, ``precision``, ``device`` and ``batches`` of the step,
         ``elements`` and ``tensors`` of the gradient, ``finite``, ``rounds``; ``self_deviation`` from one time to the
-        next, ``deterministic`` if that is 0. Of the base also ``random_deviation`` with other random numbers,
-        ``rounding`` by precision, and ``bytes`` of its file. Of an arm what `evidence.deviation` says, ``base_loss``,
-        ``weights_missing`` and ``weights_extra``. ``why`` where there is nothing to compare."""
+        next, ``deterministic`` if that is 0; ``clips``, how gradients are clipped. Of the base also
+        ``random_deviation`` with other random numbers, ``rounding`` by precision, and ``bytes`` of its file. Of an arm
+        what `evidence.deviation` says, ``base_loss``, ``weights_missing`` and ``weights_extra``. ``why`` where there is
+        nothing to compare."""
         self.why: str | None = None
         self._undo = contextlib.ExitStack()
         self._known: dict[str, Any] = {}
@@ -102,7 +103,8 @@ class GradientProbe(Callback):
         self._rounds: list[Round] = []
         self._round = Round()
         self._step = self._steps = 0
-        self._clips = self._ended = False
+        self._clips: str | None = None
+        self._ended = False
         hear_only(self, "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
     @classmethod
@@ -152,7 +154,7 @@ class GradientProbe(Callback):
         self.answer |= {"weights_missing": [name for name in theirs if name not in own],
                         "weights_extra": [name for name in own if name not in theirs]} if theirs else {}  # fmt: skip
         self._weights = own if self.why is not None else {**own, **theirs}
-        self._clips = bool(trainer.gradient_clip_val) or survey.overrides(pl_module, "configure_gradient_clipping")
+        self._clips = _clips(trainer, pl_module)
         if pl_module.automatic_optimization:
             clip = functools.partial(self._clip, trainer, pl_module, pl_module.configure_gradient_clipping)
             self._undo.enter_context(attribute(pl_module, "configure_gradient_clipping", clip))
@@ -249,7 +251,7 @@ class GradientProbe(Callback):
             "loss": first.loss, "precision": snapshot.precision(trainer, trainer.lightning_module), "device": device,
             "elements": sum(tensor.numel() for tensor in first.gradient.values()), "tensors": len(first.gradient),
             "batches": first.batches, "finite": finite(first.gradient), "rounds": len(self._rounds),
-            "self_deviation": own, "deterministic": None if own is None else own == 0,
+            "self_deviation": own, "deterministic": None if own is None else own == 0, "clips": self._clips,
         }  # fmt: skip
         if self.reference is None:
             self.answer |= {"random_deviation": apart.get("random"), "bytes": self._save(trainer, first),
@@ -267,9 +269,17 @@ class GradientProbe(Callback):
         return snapshot.save(self.out, trainer.global_rank, content)
 
     def _compared(self, first: Round) -> dict[str, Any]:
-        """This gradient against the base's, before clipping, or after it where that is further off."""
+        """This gradient against the base's: before clipping, or as the optimizer gets it where that is further off."""
         found = deviation(self._known["gradient"], first.gradient)
-        if self._known["clipped"] and first.clipped:
-            clipped = deviation(self._known["clipped"], first.clipped)
-            found = max(found, clipped, key=lambda each: each["deviation"])
+        if self._known["clipped"] or first.clipped:  # an optimizer like AdamW hides from the loss what clipping scales
+            given = deviation(self._known["clipped"] or self._known["gradient"], first.clipped or first.gradient)
+            found = max(found, given, key=lambda each: each["deviation"])
         return {**found, "base_loss": self._known["loss"]}
+
+
+def _clips(trainer: Any, module: Any) -> str | None:
+    """How gradients are clipped; None: not at all."""
+    if survey.overrides(module, "configure_gradient_clipping"):
+        return "in configure_gradient_clipping"
+    limit, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    return f"by {getattr(how, 'value', how) or 'norm'} to {limit:g}" if limit else None

@@ -20,13 +20,15 @@ from fastloop.commands.lengths import gradient_s
 from fastloop.commands.look import Look, Scene, predicted, tuned
 from fastloop.commands.stack import plus
 from fastloop.comparison import Outcome
-from fastloop.predict import WORTH_PCT, Costs, error_pct
-from fastloop.stats import Pool
+from fastloop.predict import WORTH_PCT, Costs, error_pct, without_absurd
+from fastloop.report.climbed import ODD, UNDECIDED
+from fastloop.stats import Effect, Pool
 
 TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"))
 """Seed and side of a screen's runs: two pairs, the second in the opposite order."""
-FUTILE = 0.9
-"""Of the base's rate: an arm that is this slow in the first pair gets no second one."""
+APART = 1.25
+"""Where the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
+ran on the machine during one of them."""
 
 
 class BaseFailed(Exception):
@@ -90,6 +92,7 @@ def _screened(scene: Scene, candidate: Candidate, look: Look, at: str) -> Result
         if side == "arm" and (ruled_out := _ruled_out(look, seen, runs["base"][0])):
             return Result(row=_row(scene, candidate, look, ended=ruled_out[0], why=ruled_out[1], runs=runs))
         if side == "arm" and len(runs["arm"]) == 1:
+            after_ms = seen.step_ms or after_ms
             same = scene.lab.ledger(known.stack, arm, [(runs["base"][0], seen)])
             if same.passed is False:
                 return Result(row=_row(scene, candidate, look, ended="parity", why=same.why, runs=runs, outcome=same))
@@ -104,9 +107,6 @@ def _ruled_out(look: Look, seen: Seen, base: Seen) -> tuple[str, str] | None:
         return "inactive", reasons[0]
     if seen.global_batch != base.global_batch:
         return "parity", f"an optimizer step has {seen.global_batch} samples, not {base.global_batch}"
-    if seen.samples_per_s < FUTILE * (base.samples_per_s or 0):
-        pct = 100 * (1 - seen.samples_per_s / (base.samples_per_s or 1))
-        return "not_faster", f"{pct:.0f} % slower in the first pair"
     return None
 
 
@@ -114,6 +114,8 @@ def _judged(scene: Scene, candidate: Candidate, look: Look, runs: Mapping[str, S
     pairs = [(base.samples_per_s or 0.0, arm.samples_per_s or 0.0)
              for base, arm in zip(runs["base"], runs["arm"], strict=True)]  # fmt: skip
     effect = stats.screen(pairs, scene.pool)
+    if (odd := _odd(pairs)) is not None:
+        return Result(row=_row(scene, candidate, look, ended=ODD, why=odd, runs=runs))
     if not stats.looks_faster(effect):
         gain = "" if effect is None else f": {100 * (effect.ratio - 1):+.1f} % in two pairs, where runs differ by" \
                                          f" {100 * effect.sd:.1f} %"  # fmt: skip
@@ -122,17 +124,35 @@ def _judged(scene: Scene, candidate: Candidate, look: Look, runs: Mapping[str, S
     outcome = scene.lab.gates(at, scene.known.stack, plus(scene.known.stack, look.patch),
                               list(zip(runs["base"], runs["arm"], strict=True)), what=f"{candidate.key}: parity",
                               need_s=need_s)  # fmt: skip
-    kept = outcome.passed is not False
-    why = f"{100 * (effect.ratio - 1):+.1f} %" if kept and effect else outcome.why
-    row = _row(scene, candidate, look, ended="kept" if kept else "parity", why=why, runs=runs, outcome=outcome)
-    if not kept:
+    ended, why = _parity(outcome, effect)
+    row = _row(scene, candidate, look, ended=ended, why=why, runs=runs, outcome=outcome)
+    if ended != "kept":
         return Result(row=row)
     arms, then = runs["arm"], look.then
     blank = Costs(now_ms=row["step_ms_after"])
-    return Result(row=row, costs=(then or blank).but(
+    return Result(row=row, costs=without_absurd((then or blank).but(
         now_ms=row["step_ms_after"], outside_ms=_mean([seen.outside_ms for seen in arms]),
         gap_ms=_mean([seen.gap_ms for seen in arms]), workers=arms[0].workers,
-        copies_ms=arms[0].copies_ms))  # fmt: skip
+        copies_ms=arms[0].copies_ms)))  # fmt: skip
+
+
+def _odd(pairs: Sequence[tuple[float, float]]) -> str | None:
+    """Why a screen gives no answer: one run that is far off the others is the machine's doing, not the arm's."""
+    ratios = sorted(arm / base for base, arm in pairs)
+    if ratios[-1] <= APART * ratios[0] or ratios[0] >= APART or ratios[-1] <= 1 / APART:
+        return None
+    told = " and ".join(f"{100 * (ratio - 1):+.0f} %" for ratio in ratios)
+    return f"no answer: its two pairs say {told}, so something else ran on this machine"
+
+
+def _parity(outcome: Outcome, effect: Effect | None) -> tuple[str, str]:
+    """What the gates make of an arm that is faster. It stays only where they held, as far as they can tell here."""
+    if outcome.passed is False:
+        return "parity", outcome.why
+    if outcome.undecided:
+        return UNDECIDED, f"not shown to be the same training: {outcome.why}"
+    gain = "" if effect is None else f"{100 * (effect.ratio - 1):+.1f} %"
+    return "kept", "; ".join(filter(None, [gain, "" if outcome.passed else outcome.why]))
 
 
 # -- saying -----------------------------------------------------------------------------------------------------------

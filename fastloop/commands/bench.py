@@ -63,7 +63,7 @@ class Bench:
         """Whether both stacks saw the same samples; a training that claims no parity is not asked."""
         trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
         promise = gates.class_of([trial for pair in trials for trial in pair])
-        outcome = parity.outcome(promise, () if promise == "changes-training" else (gates.ledger(trials),))
+        outcome = parity.outcome(promise, () if promise == "changes-training" else (gates.ledger(trials, promise),))
         if outcome.passed is False:
             _note(outcome, base, arm, pairs)
         return outcome

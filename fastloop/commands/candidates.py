@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fastloop.commands.stack import Stack, patch
 from fastloop.predict import NEAR, WORTH_PCT, Costs, ceilings_ms
-from fastloop.report.climbed import broken
+from fastloop.report.climbed import ODD, UNDECIDED, broken, unanswered
 
 FAMILY = {"workers": "feed", "pin": "feed", "prefetch": "feed", "amp": "compute", "layout": "compute",
           "fused": "compute", "compile": "compute", "batch": "fill", "overlap": "sync"}  # fmt: skip
@@ -21,8 +21,9 @@ UNMEASURED = 0.5
 """The ceiling of computing is what no rung can reach; against those that a trial has reached it counts half."""
 RETRIES = 1
 """Times that a rung that was not faster is tried again, once the stack has grown: some pay only on top of others."""
-AGAIN = ("small", "not_faster")
-"""Ends after which that is worth it. A crash, a gate and a plan that says no stay what they are."""
+AGAIN = ("small", "not_faster", UNDECIDED)
+"""Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a gate
+that failed and a plan that says no stay what they are."""
 
 Component = Literal["loader", "replayed", "gap"]
 
@@ -111,7 +112,7 @@ def choose(known: Known) -> Candidate | str:
 
 
 def _nothing_left(known: Known, ceilings: Mapping[str, float]) -> str:
-    none = "" if known.height or broken(known.rows) else "nothing to gain: "
+    none = "" if known.height or broken(known.rows) or unanswered(known.rows) else "nothing to gain: "
     if not ceilings:
         return f"{none}no ceiling is above {WORTH_PCT:g} %"
     left = ", ".join(f"{'at most ' if family == 'compute' else ''}{known.pct(ms):.0f} % in {family}"
@@ -198,4 +199,5 @@ def _is_open(key: str, known: Known) -> bool:
         return True
     if key == "workers-count":
         return True  # it says itself when there is something new to search for
-    return made[-1]["ended"] in AGAIN and made[-1]["at"] < known.height and len(made) <= RETRIES
+    again = made[-1]["ended"] == ODD or (made[-1]["ended"] in AGAIN and made[-1]["at"] < known.height)
+    return again and len(made) <= RETRIES

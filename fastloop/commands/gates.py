@@ -58,7 +58,7 @@ def _planned(trial: Trial) -> list[Mapping[str, Any]]:
     return [row for row in rows if row.get("status") == "planned"]
 
 
-def ledger(pairs: Sequence[tuple[Trial, Trial]]) -> Gate:
+def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
     """Whether two arms saw the same samples in the same steps, run by run and rank by rank."""
     found = []
     for base, arm in pairs:
@@ -72,7 +72,8 @@ def ledger(pairs: Sequence[tuple[Trial, Trial]]) -> Gate:
     if not found:
         return Gate(name="ledger", passed=None, why="no run left a ledger")
     return parity.ledger_gate(found, regrouped=any(regroups(base) != regroups(arm) for base, arm in pairs),
-                              reshuffled=any(augments_by(base) != augments_by(arm) for base, arm in pairs))
+                              reshuffled=any(augments_by(base) != augments_by(arm) for base, arm in pairs),
+                              parity_class=parity_class)
 
 
 def gradient(base: Arm, arm: Arm, base_folder: Path, folder: Path, parity_class: Parity, *,
@@ -116,11 +117,12 @@ def outcome(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, parity_
         broken = losses.passed is False and losses.limit is None  # the only way to fail without a limit: not finite
         return Outcome(parity_class=parity_class, passed=False, why=f"loss: {losses.why}", gates=(losses,)) \
             if broken else parity.outcome(parity_class, ())  # fmt: skip
-    found = (ledger(pairs), *([gradient] if gradient is not None else []), losses)
+    found = (ledger(pairs, parity_class), *([gradient] if gradient is not None else []), losses)
     return parity.outcome(parity_class, found)
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """As it stands in ``comparison.json`` and ``climb.json``."""
+    """As it stands in ``comparison.json`` and ``climb.json``; ``undecided``: the gates that could have told."""
     gates = [dataclasses.asdict(gate) for gate in outcome.gates]
-    return {"class": outcome.parity_class, "passed": outcome.passed, "why": outcome.why, "gates": gates}
+    return {"class": outcome.parity_class, "passed": outcome.passed, "why": outcome.why,
+            "undecided": [gate.name for gate in outcome.undecided], "gates": gates}  # fmt: skip

@@ -16,6 +16,8 @@ from fastloop.report.tables import Table
 CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
 TOP = "_top"
 """Behind the name of a ceiling: of the top, not of the naive start."""
+ODD, UNDECIDED = "odd", "undecided"
+"""Ends of attempts that give no answer: pairs that contradict each other, gates that could have told and did not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,12 @@ def broken(rungs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rungs that were faster, and yet rolled back: the training was not the same any more."""
     return [rung for rung in rungs if rung.get("kept") is not True and (real(rung.get("measured_saved_ms")) or 0.0) > 0
             and gates.passed(part(rung, "parity")) is False]  # fmt: skip
+
+
+def unanswered(rungs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The attempts that gave no answer, and were not made again with one."""
+    latest = {rung.get("try") or number: rung for number, rung in enumerate(rungs)}
+    return [rung for rung in latest.values() if rung.get("ended") in (ODD, UNDECIDED)]
 
 
 def between(rung: Mapping[str, Any]) -> str:

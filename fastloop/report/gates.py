@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastloop.report.document import entries
+from fastloop.report.document import entries, part
 from fastloop.report.readings import real
 from fastloop.report.tables import Table
 
@@ -30,7 +30,8 @@ def line(parity: Mapping[str, Any]) -> str:
         head = f"{kind or 'n/a'}, {_PASSED[passed(parity)]}"
     said = ", ".join(_gate(gate) for gate in gates)
     reason = parity.get("why") if not said or passed(parity) is not True else ""
-    return ": ".join(filter(None, [head, "; ".join(filter(None, [said, str(reason or "")]))]))
+    notes = [part(gate, "detail").get("note") for gate in gates if passed(gate)]
+    return ": ".join(filter(None, [head, "; ".join(str(each) for each in (said, reason, *notes) if each)]))
 
 
 def _gate(gate: Mapping[str, Any]) -> str:

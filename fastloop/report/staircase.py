@@ -65,7 +65,9 @@ def verdict(content: Mapping[str, Any]) -> str:
     tried = bool(content.get("rungs")) or "budget" not in str(content.get("stopped") or "budget")
     if not tried or content.get("partial"):
         return "NOT FINISHED"
-    return "NOTHING KEPT: PARITY FAILED" if climbed.broken(back) else "NOTHING TO GAIN"
+    if climbed.broken(back):
+        return "NOTHING KEPT: PARITY FAILED"
+    return "NOTHING KEPT, NOT ALL COULD BE JUDGED" if climbed.unanswered(back) else "NOTHING TO GAIN"
 
 
 def told(content: Mapping[str, Any]) -> Document:
@@ -136,6 +138,8 @@ def _why(content: Mapping[str, Any]) -> str:
         return f"Nothing is confirmed yet; {SCREEN}"
     if found := climbed.broken(back):
         return f"Not the same training any more, though faster: {', '.join(str(rung.get('rung')) for rung in found)}"
+    if (found := climbed.unanswered(back)) and not content.get("partial"):
+        return f"No answer on {', '.join(str(rung.get('rung')) for rung in found)}"
     return str(content.get("stopped") or "no rung was tried").removeprefix("nothing to gain: ")
 
 

@@ -209,7 +209,9 @@ def test_clipping_is_looked_at_as_well(tmp_path: Path) -> None:
 
     first, _ = gradient(tmp_path / "base", gradient_clip_val=1e-3)
     assert arm(tmp_path, gradient_clip_val=1e-3)["deviation"] == 0 and first["why"] is None
-    assert arm(tmp_path, "lost", kind=Lost, gradient_clip_val=1e-3)["deviation"] > 1
+    lost = arm(tmp_path, "lost", kind=Lost, gradient_clip_val=1e-3)
+    assert lost["deviation"] > 1 and lost["clips"] == "in configure_gradient_clipping"
+    assert first["clips"] == "by norm to 0.001" and arm(tmp_path, "none")["clips"] is None
 
 
 def test_numbers_that_are_none(base: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,6 +204,25 @@ class MadeUpLab:
 
     def reserve(self, seconds: float) -> None:
         self.budget.reserve_s = seconds
+
+
+class Disturbed(MadeUpLab):
+    """Something else runs on the machine during some trainings.
+
+    Args:
+        slower: how many times as long as they should the trainings take whose folders end so; ``""`` is every other.
+    """
+
+    def __init__(self, machine: Machine, slower: Mapping[str, float], **settings: Any) -> None:
+        super().__init__(machine, **settings)
+        self.slower = slower
+
+    def _train(self, at: str, stack: Stack, ask: Ask) -> Seen:
+        seen = super()._train(at, stack, ask)
+        times = next((each for end, each in self.slower.items() if at.endswith(end)), 1.0)
+        if not seen.step_ms or not seen.samples_per_s or times == 1:
+            return seen
+        return dataclasses.replace(seen, step_ms=seen.step_ms * times, samples_per_s=seen.samples_per_s / times)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from fastloop.commands.attempt import BaseFailed
 from fastloop.commands.budget import GRACE_S, Spent
 from fastloop.commands.lab import Seen
 from fastloop.commands.stack import Stack
-from tests.commands.made_up_lab import START_S, Machine, MadeUpLab, ascent
+from tests.commands.made_up_lab import BATCH, START_S, Disturbed, Machine, MadeUpLab, ascent
 
 RUNGS = ("pin", "prefetch", "amp", "layout", "fused", "compile", "batch")
 RESNET = Machine()
@@ -172,6 +172,80 @@ class _Seeded(MadeUpLab):
 
     def _train(self, at: str, stack: Any, ask: Any) -> Seen:
         return super()._train(f"{self.name}/{at}", stack, ask)
+
+
+def test_a_screen_that_something_disturbed_is_made_again() -> None:
+    lab = Disturbed(Machine(decode_ms=3), {"01-amp/screen-2-arm": 15.0})
+    climb = ascent(lab)
+    climb.climb()
+    assert [row["ended"] for row in climb.rows if row["try"] == "amp"] == ["odd", "kept"]
+    assert "compile" in climb.stack and (pool(climb.rows).sd or 1) < 0.02, "nor does it blind the screens after it"
+    always = ascent(Disturbed(Machine(decode_ms=3), {"screen-2-arm": 15.0}))
+    why = always.climb()
+    assert [row["ended"] for row in always.rows if row["try"] == "amp"] == ["odd", "odd"], "once more, not for ever"
+    assert always.stack == {} and why.startswith("no rung is left"), "which is not that there is nothing to gain"
+
+
+# -- trials that cannot be true ---------------------------------------------------------------------------------------
+
+PLAIN = Machine(decode_ms=120, noise=0.0)
+"""Steps of 160 ms by loading, 140 without, 130 without copies."""
+
+
+def test_a_ceiling_below_the_start_is_measured_again_with_the_start() -> None:
+    lab = Disturbed(PLAIN, {"00-naive/replayed": 1.5})
+    climb = ascent(lab)
+    climb.climb()
+    assert lab.ran[2:5] == ["00-naive/replayed", "00-naive/as_it_is-again", "00-naive/replayed-again"]
+    assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 140) and "replayed" not in climb.notes
+    undisturbed = ascent(MadeUpLab(PLAIN))
+    undisturbed.climb()
+    assert not any("again" in at for at in undisturbed.lab.ran) and undisturbed.notes == {}  # type: ignore[attr-defined]
+    assert climb.stack == undisturbed.stack
+
+
+def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
+    lab = Disturbed(PLAIN, {"00-naive/replayed": 1.5, "00-naive/replayed-again": 1.4})
+    climb = ascent(lab)
+    climb._begin()
+    climb._fill_in()
+    assert climb.naive is not None and climb.costs is not None
+    assert climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
+    assert climb.costs.replayed_ms == pytest.approx(climb.costs.core_ms)
+    assert climb.notes["replayed"].startswith(f"no ceiling: the trial without these costs was slower twice, "
+                                              f"{1e3 * BATCH / 140 / 1.4:.3g} samples/s")  # fmt: skip
+    assert climb.ceilings["resident"] == pytest.approx(1e3 * BATCH / 130) and "resident" not in climb.notes
+
+
+def test_a_ceiling_is_at_least_what_was_run() -> None:
+    lab = Disturbed(PLAIN, {"00-naive/replayed": 1.17})
+    climb = ascent(lab)
+    climb._begin()
+    climb._fill_in()
+    assert climb.naive is not None and climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
+    assert "00-naive/replayed-again" not in lab.ran and climb.notes == {}, "2 % are noise"
+
+
+def test_a_resident_batch_is_no_slower_than_a_replayed_one() -> None:
+    lab = Disturbed(PLAIN, {"resident": 1.15, "resident-again": 1.17})
+    climb = ascent(lab)
+    climb._begin()
+    climb._fill_in()
+    assert "00-naive/resident-again" in lab.ran and "00-naive/as_it_is-again" not in lab.ran, "it was below the start"
+    assert climb.ceilings["resident"] == pytest.approx(climb.ceilings["replayed"]) and set(climb.notes) == {"resident"}
+
+
+def test_a_machine_that_got_slower_is_compared_with_itself() -> None:
+    lab = Disturbed(dataclasses.replace(PLAIN, factors={"amp": 0.5}), {"pilot": 1.0, "as-it-is": 1.0, "": 1.5})
+    climb = ascent(lab)
+    climb.climb()
+    assert climb.naive is not None and climb.naive.step_ms == pytest.approx(1.5 * 160)
+    assert set(climb.notes) == {"00-naive/as_it_is-again"} and {"workers", "amp"} <= set(climb.stack)
+    assert all(rate > climb.naive.samples_per_s for rate in climb.ceilings.values() if rate)  # type: ignore[operator]
+    resumed = Ascent(MadeUpLab(PLAIN, done=lab.done), climb.start, warmup=20, rows=climb.rows, notes=climb.notes,
+                     ceilings=climb.ceilings)  # fmt: skip
+    resumed.climb()
+    assert resumed.naive == climb.naive and resumed.lab.ran == []  # type: ignore[attr-defined]
 
 
 # -- what stops it ----------------------------------------------------------------------------------------------------

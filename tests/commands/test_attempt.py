@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from fastloop import parity
 from fastloop.commands.attempt import BaseFailed, attempt
 from fastloop.commands.candidates import Candidate
 from fastloop.commands.lab import Seen
 from fastloop.commands.stack import patch
+from fastloop.comparison import Gate, Outcome
 from fastloop.stats import Pool
-from tests.commands.made_up_lab import Machine, MadeUpLab
+from tests.commands.made_up_lab import Disturbed, Machine, MadeUpLab
 from tests.commands.test_look import AMP, WORKERS, scene
 
 KNOWN_SPREAD = Pool().plus_runs((100.0, 101.0, 99.5, 100.4, 99.2, 100.9))
@@ -86,12 +89,66 @@ class _Idle(MadeUpLab):
         return super()._train(at, stack, ask)
 
 
-def test_what_is_slow_in_the_first_pair_gets_no_second() -> None:
+def test_what_is_slow_in_both_pairs_is_not_faster() -> None:
     lab = _Slower(Machine(noise=0.0))
     row = tried(lab, AMP).row
-    assert row["ended"] == "not_faster" and "slower in the first pair" in row["why"] and row["runs"] == 1
+    assert row["ended"] == "not_faster" and row["why"].startswith("not faster: -") and row["runs"] == 2
     assert row["measured_saved_ms"] < 0 and row["prediction_error_pct"] > 100
-    assert sum("screen" in at for at in lab.ran) == 2
+
+
+def test_what_turns_out_slow_is_expected_to_be_so_again() -> None:
+    needs: dict[str, float] = {}
+
+    class Asked(_Slower):
+        def run(self, at: str, *asked: Any, need_s: float, **named: Any) -> Seen:
+            needs[at] = need_s
+            return super().run(at, *asked, need_s=need_s, **named)
+
+    tried(Asked(Machine(noise=0.0)), AMP)
+    steps_s = [needs[f"01-x/screen-{turn}-arm"] - 12 for turn in (2, 3)]
+    assert steps_s[1] == pytest.approx(steps_s[0] * 270 / 87.5, rel=0.01)
+
+
+@pytest.mark.parametrize("disturbed", ["screen-1-base", "screen-2-arm", "screen-3-arm", "screen-4-base"])
+def test_one_disturbed_run_ends_nothing(disturbed: str) -> None:
+    row = tried(Disturbed(Machine(factors={"amp": 0.85}, noise=0.001), {disturbed: 10.0}), AMP).row
+    assert row["ended"] == "odd" and "so something else ran on this machine" in row["why"] and not row["kept"]
+    assert len(re.findall(r"[+-]\d+ %", row["why"])) == 2 and row["runs"] == 2, "a single pair decides nothing"
+
+
+@pytest.mark.parametrize(("factor", "disturbed", "ended"),
+                         [(0.4, "screen-1-base", "kept"), (2.0, "screen-3-arm", "not_faster")])  # fmt: skip
+def test_pairs_that_differ_but_agree_give_an_answer(factor: float, disturbed: str, ended: str) -> None:
+    lab = Disturbed(Machine(noise=0.001, factors={"amp": factor}), {disturbed: 1.5, "predict-1": 0.4 / factor})
+    assert tried(lab, AMP).row["ended"] == ended
+
+
+def gated(gradient: Gate) -> Any:
+    class Gated(MadeUpLab):
+        def gates(self, *asked: Any, **named: Any) -> Outcome:
+            return parity.outcome("approximate", (Gate(name="ledger", passed=True, why="equal"), gradient))
+
+    return tried(Gated(Machine()), AMP)
+
+
+def test_gates_that_could_not_be_taken_keep_nothing() -> None:
+    found = gated(Gate(name="gradient", passed=None, why="the arm's gradient could not be taken: hung"))
+    assert not found.row["kept"] and found.row["ended"] == "undecided" and found.costs is None
+    assert found.row["why"].startswith("not shown to be the same training: gradient: the arm's gradient could not be")
+    assert found.row["measured_saved_ms"] > 30 and found.row["parity"]["undecided"] == ["gradient"]
+
+
+def test_what_nothing_can_test_here_is_kept_and_said() -> None:
+    row = gated(Gate(name="gradient", passed=None, why="not testable here: FSDP", detail={"testable": False})).row
+    assert row["kept"] and row["parity"]["passed"] is None and row["why"].startswith("+")
+    assert row["why"].endswith("; gradient: not testable here: FSDP")
+
+
+def test_a_rest_that_takes_longer_than_the_step_is_measured_again() -> None:
+    machine = Machine(decode_ms=3, noise=0.0)
+    assert tried(MadeUpLab(machine), AMP).costs.replayed_ms == pytest.approx(62)
+    found = tried(Disturbed(machine, {"predict-1": 1.2}), AMP)
+    assert found.row["kept"] and found.costs.replayed_ms is None is found.costs.mfu
 
 
 def test_other_samples_in_the_first_pair_need_no_second() -> None:

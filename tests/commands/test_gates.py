@@ -37,23 +37,23 @@ def test_the_ledger_is_compared_run_by_run_and_rank_by_rank(tmp_path: Path) -> N
     bases = [trial(tmp_path / "base", n) for n in range(2)]
     arms = [trial(tmp_path / "arm", n) for n in range(2)]
     pairs = list(zip(bases, arms, strict=True))
-    assert gates.ledger(pairs).passed is True
-    assert gates.ledger([(bases[0], arms[1])]).passed is False, "another seed has other samples"
+    assert gates.ledger(pairs, "exact").passed is True
+    assert gates.ledger([(bases[0], arms[1])], "exact").passed is False, "another seed has other samples"
     rank_1 = json.loads((bases[0].run_dir / "ledger.json").read_text()) | {"rank": 1}
     rewrite(bases[0], "ledger-1.json", rank_1)
-    assert gates.ledger(pairs).passed is None and "ledger-1.json" in gates.ledger(pairs).why
+    assert gates.ledger(pairs, "exact").passed is None and "ledger-1.json" in gates.ledger(pairs, "exact").why
     rank_1["steps"][4][0] = "other"
     rewrite(arms[0], "ledger-1.json", rank_1)
-    assert gates.ledger(pairs).passed is False
+    assert gates.ledger(pairs, "exact").passed is False
 
 
 def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:
     base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
     content = json.loads((base.run_dir / "ledger.json").read_text())
     rewrite(base, "ledger.json", content | {"steps": [[ids, size, 4, lr] for ids, size, _, lr in content["steps"]]})
-    assert gates.ledger([(base, arm)]).passed is False, "three of four backwards are missing"
+    assert gates.ledger([(base, arm)], "exact").passed is False, "three of four backwards are missing"
     rewrite(arm, "plan.json", {"rungs": [{"rung": "batch", "status": "planned", "wants": {"loader.window": 4}}]})
-    assert gates.regroups(arm) and not gates.regroups(base) and gates.ledger([(base, arm)]).passed is True
+    assert gates.regroups(arm) and not gates.regroups(base) and gates.ledger([(base, arm)], "exact").passed is True
     rewrite(arm, "plan.json", {"rungs": [{"rung": "batch", "status": "skipped", "wants": {"loader.window": 4}}]})
     assert not gates.regroups(arm)
 
@@ -79,8 +79,20 @@ def test_another_shuffle_passes_where_augmentations_moved(base: str, arm: str, p
             row[0] = order if number >= 10 else row[0]
         epochs = [[10, 640, True, "all", 0], [20, 640, True, "all", 0]]
         rewrite(side, "ledger.json", content | {"epochs": epochs, "dataset": 640, "own_order": False})
-    gate = gates.ledger([(runs[0], runs[1])])
+    gate = gates.ledger([(runs[0], runs[1])], "exact")
     assert gate.passed is passes and (gate.detail == {"step": 11, "differs": "samples"}) is not passes
+
+
+@pytest.mark.parametrize(("parity_class", "passed"), [("exact", False), ("approximate", None)])
+def test_other_content_of_an_approximate_arm_may_be_augmentation(parity_class: Any, passed: Any,
+                                                                 tmp_path: Path) -> None:  # fmt: skip
+    base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
+    for side, content in ((base, "this"), (arm, "that")):
+        ledger = json.loads((side.run_dir / "ledger.json").read_text()) | {"ids": "content"}
+        rewrite(side, "ledger.json", ledger | {"steps": [[content, *row[1:]] for row in ledger["steps"]]})
+    gate = gates.ledger([(base, arm)], parity_class)
+    assert gate.passed is passed and ("augmentation" in gate.why) is (passed is None)
+    assert gates.outcome([(base, arm)], None, parity_class).gates[0].passed is passed
 
 
 def test_the_gradient_of_the_base_serves_all_arms_and_is_not_taken_twice(tmp_path: Path) -> None:
@@ -108,6 +120,8 @@ def test_a_gradient_that_cannot_be_taken_is_no_verdict(tmp_path: Path, who: str)
     base, arm = (Dies(), MadeArm()) if who == "base" else (MadeArm(), Dies(name="arm"))
     gate = gates.gradient(base, arm, tmp_path / "a", tmp_path / "b", "exact")
     assert gate.passed is None and f"the {who}'s gradient could not be taken: out of memory" in gate.why
+    runs = [trial(tmp_path / "base"), trial(tmp_path / "arm")]
+    assert gates.outcome_json(gates.outcome([(runs[0], runs[1])], gate, "exact"))["undecided"] == ["gradient"]
 
 
 def test_without_runs_there_is_no_outcome(tmp_path: Path) -> None:

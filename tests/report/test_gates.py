@@ -22,6 +22,13 @@ def test_parity_in_a_line(parity: dict[str, Any], said: str) -> None:
     assert gates.line(parity) == said
 
 
+def test_a_lower_loss_has_its_sign_and_a_note_of_a_gate_is_shown() -> None:
+    lower = gate("loss", deviation=-0.12, limit=0.5)
+    assert gates.line({**HELD, "gates": [lower]}) == "approximate, passed: loss -0.12 % (limit 0.5 %)"
+    noted = gate("gradient", deviation=0.0, detail={"note": "only the arm clips"})
+    assert gates.line({**HELD, "gates": [noted]}) == "approximate, passed: gradient 0; only the arm clips"
+
+
 def test_changes_training_does_not_hide_a_failed_gate() -> None:
     assert "FAILED" in gates.line({**BROKEN, "class": "changes-training"})
 

@@ -72,6 +72,17 @@ def test_a_faster_rung_that_broke_the_training_is_not_nothing_to_gain() -> None:
     assert staircase.verdict(slower) == "NOTHING TO GAIN"
 
 
+@pytest.mark.parametrize("ended", ["odd", "undecided"])
+def test_without_an_answer_it_is_not_nothing_to_gain(ended: str) -> None:
+    open_, other = (rung(name, 743, 200, kept=False, **{"try": name}) for name in ("amp", "pin"))
+    content = climb([open_ | {"ended": ended}, other | {"ended": "not_faster"}], 743.0)
+    assert staircase.verdict(content) == "NOTHING KEPT, NOT ALL COULD BE JUDGED"
+    assert staircase.lines(content)[1] == "WHY      No answer on amp"
+    assert '<header class="unknown">' in staircase.reports(content)["report.html"]
+    answered = climb([open_ | {"ended": ended}, open_ | {"ended": "not_faster"}], 743.0)
+    assert staircase.verdict(answered) == "NOTHING TO GAIN"
+
+
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_at_most_fourteen_lines_and_every_rung_in_them(run: str) -> None:
     content = CLIMBS[run]()
