@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ _ALLOWED_THREADS = ("pytest_timeout", "tqdm", "Dummy", "Thread-inductor", "Subpr
 _ALLOWED_VARIABLES = ("PYTEST_", "PL_", "COLUMNS", "LINES", "TORCHINDUCTOR", "_TORCHINDUCTOR", "TRITON", "KMP_",
                       "CUDA_MODULE_LOADING", "POPLAR", "CUDA_DEVICE_ORDER", "TORCHELASTIC", "PWD", "OLDPWD",
                       "TF2_BEHAVIOR", "MPLBACKEND", "TORCH_NCCL")  # fmt: skip
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; what is tested inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
