@@ -69,11 +69,14 @@ def write(path: Path, text: str, mode: str = "w") -> None:
 
 
 def seconds(text: str, option: str) -> float:
-    """A time such as ``90s``, ``20m``, ``2h`` or ``90`` in seconds; raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(got=f"{option} {text}", why="it is no time", do="write 90s, 20m or 2h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    """A time such as ``90s``, ``20m``, ``1h30m`` or ``90`` in seconds; raises ConfigError."""
+    one = r"(\d+(?:\.\d+)?)"
+    found = re.fullmatch(f"{one}|(?:{one}h)?(?:{one}m)?(?:{one}s)?", text.strip())
+    parts = found.groups(default="0") if found else ()
+    total = sum(float(part) * unit for part, unit in zip(parts, (1, 3600, 60, 1), strict=False))
+    if total <= 0:
+        raise ConfigError(got=f"{option} {text}", why="it is no time", do="write 90s, 20m or 1h30m")
+    return total
 
 
 def hear_signals() -> list[int]:

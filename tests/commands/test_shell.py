@@ -83,12 +83,13 @@ def test_an_option_that_is_an_override() -> None:
     assert "without dashes" in error.do
 
 
-@pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400)])
+@pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400),
+                                               ("9m30s", 570), ("1h30m", 5400), ("1h5s", 3605)])
 def test_times(text: str, expected: float) -> None:
     assert shell.seconds(text, "--budget") == expected
 
 
-@pytest.mark.parametrize("text", ["", "0m", "20 minutes", "-3s", "m", "1e3"])
+@pytest.mark.parametrize("text", ["", "0m", "20 minutes", "-3s", "m", "1e3", "2h30", "30s9m"])
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ConfigError, match="--budget"):
         shell.seconds(text, "--budget")
