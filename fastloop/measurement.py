@@ -8,6 +8,8 @@ from typing import Any
 
 PARTS = ("data_wait", "h2d", "forward", "backward", "optimizer", "comm_exposed", "callbacks_logging",
          "validation", "checkpoint", "epoch_gap", "host_other", "unexplained")  # fmt: skip
+GAPS = ("validation", "checkpoint", "epoch_gap")
+"""Parts that do not come with every step."""
 STEP_TIMES = ("mean", "median", "p10", "p90")
 GPU_READINGS = ("nvml_busy_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "watts", "gr_active_pct",
                 "pcie_rx_gb_per_s", "pcie_tx_gb_per_s", "sm_clock_mhz", "sm_clock_max_mhz", "throttle")  # fmt: skip
@@ -16,6 +18,10 @@ GPM counters; ``throttle``: reasons seen, a list of names."""
 MFU_PEAKS = ("datasheet", "measured_peak", "dtype_in_use")
 FAMILIES = ("gemm", "attention", "convolution", "elementwise", "normalisation", "optimizer", "copy", "nccl", "other")
 CEILINGS = ("replayed", "resident", "no_exchange")
+DISTURBED = 0.9
+"""Of the run's own rate: a trial that is slower than this although it has less to do was not alone on the machine."""
+UNEVEN = 2.0
+"""Times the median step, from which on the mean one is that of a few long steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +109,16 @@ class Measurement:
     partial: bool = False
     """The fit ended by an exception or an interrupt."""
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def uneven(seen: Measurement, known_ms: float = 0.0) -> float | None:
+    """How many times the median step the mean one is, where a few long steps make it so; None where they do not.
+
+    Args:
+        known_ms: of the mean step, what is known to come now and then besides the `GAPS`.
+    """
+    mean, median = seen.step_ms.get("mean"), seen.step_ms.get("median")
+    if not mean or not median:
+        return None
+    known_ms += sum(seen.parts_ms.get(part) or 0.0 for part in GAPS)
+    return mean / median if mean - known_ms >= UNEVEN * median else None

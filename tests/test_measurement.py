@@ -6,7 +6,9 @@ import dataclasses
 import subprocess
 import sys
 
-from fastloop.measurement import GPU_READINGS, MFU_PEAKS, PARTS, STEP_TIMES, Measurement
+import pytest
+
+from fastloop.measurement import GPU_READINGS, MFU_PEAKS, PARTS, STEP_TIMES, Measurement, uneven
 
 
 def test_frozen_and_keyword_only() -> None:
@@ -29,3 +31,14 @@ def test_what_was_not_measured_is_none() -> None:
         assert set(shown) == set(keys) and set(shown.values()) == {None}
     assert empty.loss == () and empty.window_too_short and empty.kernels is None
     assert empty.parts_ms is not Measurement().parts_ms
+
+
+@pytest.mark.parametrize(("mean", "median", "parts", "known", "times"), [
+    (8.0, 2.0, {}, 0.0, 4.0), (3.9, 2.0, {}, 0.0, None), (8.0, 2.0, {"validation": 3.0, "epoch_gap": 2.0}, 0.0, None),
+    (8.0, 2.0, {"data_wait": 5.0}, 0.0, 4.0), (8.0, 2.0, {}, 5.0, None), (None, 2.0, {}, 0.0, None),
+    (8.0, None, {}, 0.0, None), (float("nan"), 2.0, {}, 0.0, None),
+])  # fmt: skip
+def test_a_mean_that_is_of_a_few_long_steps(mean: float | None, median: float | None, parts: dict[str, float],
+                                            known: float, times: float | None) -> None:  # fmt: skip
+    seen = Measurement(step_ms={"mean": mean, "median": median}, parts_ms=parts)
+    assert uneven(seen, known) == times

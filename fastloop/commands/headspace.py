@@ -22,9 +22,9 @@ from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, forget, run_trial
 from fastloop.config import Config
-from fastloop.diagnose import DISTURBED, is_beyond
+from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
-from fastloop.measurement import CEILINGS
+from fastloop.measurement import CEILINGS, DISTURBED
 from fastloop.report import files
 from fastloop.report.summary import short
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastloop import measurement
 from fastloop.diagnose.naming import per_step, share_pct
-from fastloop.diagnose.reading import garbage_ms, number, step_ms
-from fastloop.diagnose.split import GAPS, WORTH_NAMING_PCT, part_ms, total
-from fastloop.measurement import Measurement
+from fastloop.diagnose.reading import garbage_ms, number
+from fastloop.diagnose.split import WORTH_NAMING_PCT, part_ms, total
+from fastloop.measurement import GAPS, Measurement
 from fastloop.records import Finding
 
 NAME = "pauses"
 TITLE = "SINGLE PAUSES"
 MOSTLY = 0.5
 """Share of a finding from which on it is not one of each step."""
-UNEVEN = 2.0
-"""The mean step, less what is known to come now and then, against the median one."""
 
 
 def of_each_step(seen: Measurement, found: Sequence[Finding]) -> list[Finding]:
@@ -43,11 +42,10 @@ def told(seen: Measurement, hidden: Sequence[Finding]) -> str | None:
 
 def uneven(seen: Measurement) -> str | None:
     """Words for a mean step that is that of a few long ones, more than single pauses; None where it is not."""
-    mean, median = step_ms(seen), number(seen.step_ms.get("median"))
-    known = (total(seen, GAPS) or 0.0) + _garbage_ms(seen) + pauses_ms(seen)
-    if mean is None or not median or mean - known < UNEVEN * median:
+    times, median = measurement.uneven(seen, _garbage_ms(seen) + pauses_ms(seen)), number(seen.step_ms.get("median"))
+    if times is None or median is None:
         return None
-    return f"the mean step is {mean / median:.1f} times the median one of {median:.2f} ms: that of a few long ones"
+    return f"the mean step is {times:.1f} times the median one of {median:.2f} ms: that of a few long ones"
 
 
 def pauses_ms(seen: Measurement) -> float:

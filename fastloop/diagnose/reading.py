@@ -6,11 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from fastloop.measurement import Measurement
+from fastloop.measurement import DISTURBED, Measurement
 
 TENSOR_UNUSED_PCT = 2.0
-DISTURBED = 0.9
-"""Of the run's own rate: a trial that is slower than this although it has less to do was not alone on the machine."""
 BEYOND = 0.15
 """Of the step: a trial that saves more than what it took away cost, and this, was of another speed than the run."""
 TAKES_AWAY = {"replayed": ("data_wait", "epoch_gap"), "resident": ("data_wait", "epoch_gap", "h2d"),

@@ -20,12 +20,11 @@ from fastloop.diagnose.reading import (
     syncing_lines,
 )
 from fastloop.diagnose.straggler import straggler
-from fastloop.measurement import Measurement
+from fastloop.measurement import GAPS, Measurement
 
 WORTH_NAMING_PCT = 5.0
 """A share of the step below this is not called a bottleneck."""
 COMPUTE = ("forward", "backward", "optimizer")
-GAPS = ("validation", "checkpoint", "epoch_gap")
 STARVING = ("data_wait", "callbacks_logging", "host_other")
 DRAINED_MS, DRAINED_SHARE = 0.2, 0.05
 """Device work left that counts as none: the larger of these, the second as a share of a batch's time."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from fastloop.measurement import CEILINGS, Measurement
+from fastloop.measurement import CEILINGS, DISTURBED, Measurement, uneven
 
 DRIFTED_PCT = 10.0
-UNEVEN = 2.0
-"""The mean step, less what is known to be rare, against the median one."""
-DISTURBED = 0.9
-"""A trial that took a cost away and is slower than this share of the run tells of the machine, not of the cost."""
 
 
 def notes(seen: Measurement) -> list[str]:
@@ -24,14 +20,10 @@ def _no_trace(seen: Measurement) -> list[str]:
 
 
 def _uneven(seen: Measurement) -> list[str]:
-    """Some steps are so long that the means are theirs; validation and its like are known to be rare."""
-    mean, median = seen.step_ms.get("mean"), seen.step_ms.get("median")
-    if not mean or not median:
-        return []
-    rare = sum(seen.parts_ms.get(part) or 0.0 for part in ("validation", "checkpoint", "epoch_gap"))
-    if mean - rare < UNEVEN * median:
-        return []
-    return [f"the mean step is {mean / median:.1f} times the median one: a few long steps weigh on these figures"]
+    """Some steps are so long that the means are theirs."""
+    times = uneven(seen)
+    return [] if times is None else [
+        f"the mean step is {times:.1f} times the median one: a few long steps weigh on these figures"]  # fmt: skip
 
 
 def _disturbed(seen: Measurement) -> list[str]:
