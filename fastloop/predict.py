@@ -31,7 +31,7 @@ class Costs:
     gap_ms: float = 0.0
     """Of that, the gap between epochs, in which workers are started anew."""
     replayed_ms: float | None = None
-    """Without loading, the rest as it is."""
+    """Without loading, the rest as it is; where workers load, with them beside: they take CPUs from it."""
     resident_ms: float | None = None
     """Without loading and copies."""
     alone_ms: float | None = None

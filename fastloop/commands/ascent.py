@@ -154,7 +154,8 @@ class Ascent:
         """The costs of the present stack that no attempt has measured on its way."""
         assert self.costs is not None
         if self.costs.replayed_ms is None and (seen := self._component("replayed")) is not None:
-            self.costs = self.costs.but(replayed_ms=seen.core_ms, mfu=seen.mfu, launch_bound=seen.launch_bound)
+            own = self.naive.rest_ms if self.naive is not None and self.costs.beside and not self.stack else None
+            self.costs = self.costs.but(replayed_ms=own or seen.core_ms, mfu=seen.mfu, launch_bound=seen.launch_bound)
         # Without a device and without workers nothing overlaps: loading is what the step has beyond the rest.
         overlaps = self.start.on_cuda or self.costs.beside
         if self.costs.loader_ms is None and overlaps and (seen := self._component("loader")) is not None:

@@ -129,11 +129,13 @@ def _judged(scene: Scene, candidate: Candidate, look: Look, runs: Mapping[str, S
     if ended != "kept":
         return Result(row=row)
     arms, then = runs["arm"], look.then
-    blank = Costs(now_ms=row["step_ms_after"])
-    return Result(row=row, costs=without_absurd((then or blank).but(
+    blank, rests = Costs(now_ms=row["step_ms_after"]), [seen.rest_ms for seen in arms if seen.rest_ms is not None]
+    costs = (then or blank).but(
         now_ms=row["step_ms_after"], outside_ms=_mean([seen.outside_ms for seen in arms]),
-        gap_ms=_mean([seen.gap_ms for seen in arms]), workers=arms[0].workers,
-        copies_ms=arms[0].copies_ms)))  # fmt: skip
+        gap_ms=_mean([seen.gap_ms for seen in arms]), workers=arms[0].workers, copies_ms=arms[0].copies_ms)  # fmt: skip
+    if costs.beside and rests:
+        costs = costs.but(replayed_ms=_mean(rests))
+    return Result(row=row, costs=without_absurd(costs))
 
 
 def _odd(pairs: Sequence[tuple[float, float]]) -> str | None:

@@ -50,7 +50,9 @@ def fed(scene: Scene, look: Look) -> Look:
     """Another rung, with as many workers as the step that it makes faster needs."""
     now, then = scene.known.costs, look.then
     count, loaders_ms = _count(scene), dict(now.loaders_ms)
-    if look.ended or then is None or then.replayed_ms is None or count is None or now.loader_ms is None:
+    if look.ended or "workers" in look.patch["rungs"] or count is None:
+        return look
+    if then is None or then.replayed_ms is None or now.loader_ms is None:
         return look
     more = {each: ms for each, ms in loaders_ms.items() if each > count and ms < FASTER * now.loader_ms}
     if not more or now.loader_ms <= HEADROOM * then.replayed_ms:

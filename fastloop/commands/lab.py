@@ -36,6 +36,8 @@ class Seen:
     """Of one optimizer step, in the long run: what queues had ready before is taken out."""
     outside_ms: float = 0.0
     gap_ms: float = 0.0
+    rest_ms: float | None = None
+    """Of a step, what is neither outside nor a wait for data: computing, beside the workers where there are any."""
     global_batch: int | None = None
     micro_batch: int | None = None
     world_size: int = 1
@@ -146,9 +148,11 @@ def seen(trial: Trial) -> Seen:
     classes = {rung: row["parity_class"] for rung, row in planned.items() if row.get("parity_class") in PARITY_ORDER}
     loader = (found.get("evidence") or {}).get("loader") or {}
     parts, loaders = found.get("parts_ms") or {}, answer.get("counts") or [answer]
+    outside_ms, mean = sum(parts.get(part) or 0.0 for part in OUTSIDE), (found.get("step_ms") or {}).get("mean")
     return Seen(
         **known, samples_per_s=found.get("samples_per_s"), step_ms=step_ms(found),
-        outside_ms=sum(parts.get(part) or 0.0 for part in OUTSIDE), gap_ms=parts.get("epoch_gap") or 0.0,
+        outside_ms=outside_ms, gap_ms=parts.get("epoch_gap") or 0.0,
+        rest_ms=None if not mean else max(0.0, mean - outside_ms - (parts.get("data_wait") or 0.0)),
         global_batch=found.get("global_batch"), micro_batch=found.get("micro_batch"),
         world_size=found.get("world_size") or 1, device=found.get("device") or "cpu",
         device_name=found.get("device_name"), workers=answer.get("workers") or loader.get("num_workers") or 0,

@@ -15,6 +15,7 @@ from fastloop.commands.lab import Lab, Seen
 from fastloop.commands.lengths import Length, length
 from fastloop.commands.search import Given
 from fastloop.commands.stack import Stack, plus
+from fastloop.commands.trial import Variation
 from fastloop.predict import NEAR, WORTH_PCT, Costs, saved_ms
 from fastloop.records import PARITY_ORDER, Parity
 from fastloop.stats import Pool
@@ -80,9 +81,13 @@ def _look(scene: Scene, candidate: Candidate, patch: Mapping[str, Any], at: str)
         then = costs.but(outside_ms=costs.outside_ms - costs.gap_ms, gap_ms=0.0)
         return Look(patch=patch, then=then, saved_ms=saved_ms(costs, then), start_s=scene.start_s)
     stack, expected = plus(known.stack, patch), costs.replayed_ms or costs.now_ms
+    variation: Variation = candidate.component
     took = scene.length(expected, expected, {}, 0)
+    if costs.beside:  # workers with nothing to load would leave the training thread more of the CPUs than it will have
+        variation, expected = "as_it_is", costs.now_ms
+        took = scene.length(expected, expected, stack, costs.workers, fill_read=True)
     need_s = took.seconds(expected, scene.start_s) + (COMPILE_S if "compile" in patch["rungs"] else 0.0)
-    seen = scene.lab.run(at, stack, Ask(variation=candidate.component, steps=took.steps, warmup=took.warmup),
+    seen = scene.lab.run(at, stack, Ask(variation=variation, steps=took.steps, warmup=took.warmup),
                          what=f"{candidate.key}: predicting", need_s=need_s)  # fmt: skip
     if not seen.ok:
         return Look(patch=patch, ended="crashed", why=seen.cause or "it failed")
@@ -102,8 +107,8 @@ def _then(costs: Costs, candidate: Candidate, seen: Seen) -> Costs:
     """The costs with the one that was measured in the place of today's."""
     resident = costs.resident_ms if candidate.family == "feed" else None
     alone = costs.alone_ms if candidate.family == "sync" else None
-    return costs.but(replayed_ms=seen.core_ms, resident_ms=resident, alone_ms=alone, mfu=seen.mfu,
-                     launch_bound=seen.launch_bound)  # fmt: skip
+    return costs.but(replayed_ms=seen.rest_ms if costs.beside else seen.core_ms, resident_ms=resident, alone_ms=alone,
+                     mfu=seen.mfu, launch_bound=seen.launch_bound)  # fmt: skip
 
 
 def _class(seen: Seen, rungs: Sequence[str]) -> Parity:
@@ -143,8 +148,10 @@ def _given(known: Known, what: str, look: Look) -> Given:
     micro = start.micro_batch or 1
     size = look.patch["rungs"]["batch"].get("micro_batch")
     known_ms = {micro: costs.replayed_ms, size: None if then is None else then.replayed_ms}
-    ms = {value: each + costs.outside_ms for value, each in known_ms.items() if value and each is not None}
-    return Given(ms=ms, micro=micro, window=round(start.batches_per_step))
+    loader_ms = costs.loader_ms if costs.beside and costs.loader_ms is not None else 0.0
+    ms = {value: max(each, loader_ms) + costs.outside_ms for value, each in known_ms.items()
+          if value and each is not None}  # fmt: skip
+    return Given(ms=ms, micro=micro, window=round(start.batches_per_step), beside=costs.beside)
 
 
 def _deeper(scene: Scene, candidate: Candidate, look: Look, at: str) -> Look:

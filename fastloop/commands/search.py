@@ -39,6 +39,8 @@ class Given:
     """Loader batches of an optimizer step on one rank."""
     queued: int = 0
     """Batches that the loader keeps ready."""
+    beside: bool = False
+    """Workers load beside, as they do in what is given; else what a micro-batch gains is tried on replayed batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,8 @@ class _Bench:
 
     def search(self, given: Given | None) -> Tuned:
         """Train without the rung, unless that is known, and with the values that it is worth to try."""
-        variation: Variation = "replayed" if self.what == "batch" else "as_it_is"
+        replays = self.what == "batch" and not (given is not None and given.beside)
+        variation: Variation = "replayed" if replays else "as_it_is"
         given = given or self._first(variation)
         if given is None:
             return self.tuned()

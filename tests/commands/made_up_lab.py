@@ -51,6 +51,8 @@ class Machine:
         "batch": "approximate"})  # fmt: skip
     contention: float = 1.0
     """Beside a training, loading takes so much longer than alone."""
+    crowding: float = 1.0
+    """Beside workers, computing takes so much longer than without."""
     own_workers: int = 0
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
@@ -79,7 +81,9 @@ class Machine:
         if variation != "as_it_is":
             return rest
         loader = self.loader_ms(stack)
-        return max(rest, self.contention * loader) if self.workers(stack) else max(rest, loader + self.host_ms)
+        if self.workers(stack):
+            return max(self.crowding * rest, self.contention * loader)
+        return max(rest, loader + self.host_ms)
 
 
 class MadeUpLab:
@@ -141,6 +145,7 @@ class MadeUpLab:
             seconds=START_S + (ask.steps or 0) * ms / 1e3, samples_per_s=1e3 * BATCH / ms, step_ms=ms,
             global_batch=BATCH, micro_batch=MICRO, device="cuda", device_name="Made Up 1", skipped=planned_off,
             inactive=off, workers=machine.workers(stack) if ask.variation == "as_it_is" else 0,
+            rest_ms=noise * machine.step_ms(stack, "replayed") * (machine.crowding if machine.workers(stack) else 1.0),
             launch_bound=False, waits_ms=noise * machine.loader_ms(stack),
             copies_ms=0.0 if machine.has("prefetch", stack) or not machine.tells_copies else machine.copy_ms,
             classes={rung: machine.classes.get(rung, "exact") for rung in stack}, refused=machine.shows,
@@ -222,7 +227,8 @@ class Disturbed(MadeUpLab):
         times = next((each for end, each in self.slower.items() if at.endswith(end)), 1.0)
         if not seen.step_ms or not seen.samples_per_s or times == 1:
             return seen
-        return dataclasses.replace(seen, step_ms=seen.step_ms * times, samples_per_s=seen.samples_per_s / times)
+        return dataclasses.replace(seen, step_ms=seen.step_ms * times, samples_per_s=seen.samples_per_s / times,
+                                   rest_ms=None if seen.rest_ms is None else seen.rest_ms * times)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

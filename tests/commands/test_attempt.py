@@ -22,8 +22,8 @@ SHAPE = {"rung", "family", "patch", "step_ms_before", "step_ms_after", "predicte
          "ci95_saved_ms", "prediction_error_pct", "kept", "why", "parity", "tuned", "runs"}  # fmt: skip
 
 
-def tried(lab: MadeUpLab, candidate: Candidate, **changes: Any) -> Any:
-    here = scene(lab, {"workers": {"enabled": True}} if candidate is not WORKERS else {}, **changes)
+def tried(lab: MadeUpLab, candidate: Candidate, *, alone: bool = False, **changes: Any) -> Any:
+    here = scene(lab, {} if alone or candidate is WORKERS else {"workers": {"enabled": True}}, **changes)
     return attempt(type(here)(lab=lab, known=here.known, warmup=20, start_s=12.0, pool=KNOWN_SPREAD), candidate, "01-x")
 
 
@@ -146,9 +146,15 @@ def test_what_nothing_can_test_here_is_kept_and_said() -> None:
 
 def test_a_rest_that_takes_longer_than_the_step_is_measured_again() -> None:
     machine = Machine(decode_ms=3, noise=0.0)
-    assert tried(MadeUpLab(machine), AMP).costs.replayed_ms == pytest.approx(62)
-    found = tried(Disturbed(machine, {"predict-1": 1.2}), AMP)
+    assert tried(MadeUpLab(machine), AMP, alone=True).costs.replayed_ms == pytest.approx(62)
+    found = tried(Disturbed(machine, {"predict-1": 1.2}), AMP, alone=True)
     assert found.row["kept"] and found.costs.replayed_ms is None is found.costs.mfu
+
+
+def test_beside_workers_the_rest_is_what_the_runs_show() -> None:
+    machine = Machine(decode_ms=3, noise=0.0, crowding=1.5)
+    assert tried(MadeUpLab(machine), AMP).costs.replayed_ms == pytest.approx(1.5 * 62)
+    assert tried(Disturbed(machine, {"predict-1": 1.2}), AMP).costs.replayed_ms == pytest.approx(1.5 * 62)
 
 
 def test_other_samples_in_the_first_pair_need_no_second() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.commands.candidates import Candidate
 from fastloop.commands.crew import counted, fed
 from fastloop.commands.lab import Seen
 from fastloop.commands.look import Look, predicted
@@ -13,7 +14,7 @@ from fastloop.commands.stack import Stack, patch
 from tests.commands.made_up_lab import Machine, MadeUpLab
 from tests.commands.test_look import AMP, WORKERS, scene
 
-AGAIN = type(WORKERS)(rung="workers", key="workers-count", patches=(), component="loader", tunes="workers")
+AGAIN = Candidate(rung="workers", key="workers-count", patches=(), component="loader", tunes="workers")
 
 
 def look(lab: MadeUpLab, stack: Stack | None = None, **changes: Any) -> Look:
@@ -119,6 +120,14 @@ def test_otherwise_a_rung_comes_alone(stack: Stack, loaders_ms: Any) -> None:
     here = scene(lab, stack, loaders_ms=loaders_ms)
     alone = predicted(here, AMP, "02-amp")
     assert fed(here, alone) is alone
+
+
+def test_a_patch_of_the_workers_is_left_as_it_is() -> None:
+    lab = MadeUpLab(Machine(noise=0.0))
+    here = scene(lab, {"workers": {"enabled": True, "count": 4}}, loaders_ms=KNOWN, outside_ms=50.0, gap_ms=30.0)
+    stay = Candidate(rung="workers", key="x", patches=(patch("workers", persistent=True),), component="gap")
+    alone = predicted(here, stay, "02-x")
+    assert fed(here, alone) is alone and alone.patch == patch("workers", persistent=True)
 
 
 def test_a_rung_that_loading_does_not_hold_up_comes_alone() -> None:

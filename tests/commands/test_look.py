@@ -41,6 +41,20 @@ def test_one_trial_of_the_cost_that_changes(rung: str) -> None:
     assert look.parity_class == ("approximate" if rung == "amp" else "exact")
 
 
+@pytest.mark.parametrize("rung", ["amp", "pin"])
+def test_beside_workers_the_trial_has_them_beside_it_too(rung: str) -> None:
+    """Twelve processes that load leave a training thread less than a trial on replayed batches would show."""
+    lab, stack = MadeUpLab(Machine(noise=0.0, crowding=1.4)), {"workers": {"enabled": True, "count": 12}}
+    here = scene(lab, stack, replayed_ms=1.4 * 140)
+    look = predicted(here, Candidate(rung=rung, key=rung, patches=(patch(rung),)), "01-x")
+    after: Stack = {**stack, rung: {"enabled": True}}
+    truth = lab.machine.step_ms(stack, "as_it_is") - lab.machine.step_ms(after, "as_it_is")
+    assert look.saved_ms == pytest.approx(truth, abs=1e-6)
+    assert [ask.variation for _, ask in lab.asks.values()] == ["as_it_is"]
+    replayed = lab.machine.step_ms(stack, "replayed") - lab.machine.step_ms(after, "replayed")
+    assert abs(replayed - truth) > 0.2 * truth, "the control: without workers it would have saved less"
+
+
 def test_the_better_of_two_ways_wins() -> None:
     lab = MadeUpLab(Machine(noise=0.0, factors={"amp": 0.5, "fused": 0.8}))
     both = Candidate(rung="amp", key="x", patches=(patch("fused"), patch("amp")))
@@ -144,8 +158,11 @@ def test_a_search_trains_nothing_that_is_known() -> None:
                       tunes="batch")  # fmt: skip
     tuned(here, sizes, predicted(here, sizes, "01-x"), "01-x")
     given = lab.given["01-x/tune"]
-    assert (given.micro, given.window) == (MICRO, BATCH // MICRO)
+    assert (given.micro, given.window, given.beside) == (MICRO, BATCH // MICRO, True)
     assert given.ms == {MICRO: pytest.approx(140), BATCH: pytest.approx(0.7 * 130 + 10)}
+    here = scene(lab, {"workers": {"enabled": True, "count": 12}}, loader_ms=120.0)
+    tuned(here, sizes, predicted(here, sizes, "02-x"), "02-x")
+    assert lab.given["02-x/tune"].ms == {MICRO: pytest.approx(140), BATCH: pytest.approx(120)}, "loading is the limit"
 
 
 def test_what_is_ruled_out_is_not_tuned() -> None:

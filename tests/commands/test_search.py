@@ -247,6 +247,19 @@ def test_what_is_known_is_not_trained(tuned: Callable[..., Tuned]) -> None:
     assert found.best == 16 and found.as_it_is == 4
 
 
+@pytest.mark.parametrize(("beside", "variation"), [(True, "as_it_is"), (False, "replayed")])
+def test_micro_batches_are_tried_as_what_is_known(tuned: Callable[..., Tuned], beside: bool, variation: str) -> None:
+    tried: list[str] = []
+
+    def step_ms(config: Any, how: str) -> float:
+        tried.append(how)
+        return 20.0
+
+    world, given = World(step_ms), Given(ms={4: 40.0}, micro=4, window=8, beside=beside)
+    tuned(world, "batch", "trainer.accumulate_grad_batches=8", given=given)
+    assert set(tried) == {variation}
+
+
 def test_a_known_start_may_stay_the_best(tuned: Callable[..., Tuned]) -> None:
     world = World(lambda config, variation: 30.0)
     found = tuned(world, "overlap", given=Given(ms={0: 20.0}))
