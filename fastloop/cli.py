@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import click
 
 from fastloop import __version__
+from fastloop.commands import shell
 from fastloop.commands.answer import Answer, left
-from fastloop.commands.shell import Commands, check_writable, hear_signals, last_words, seconds, stdout_to_stderr, write
 
 _json = click.option("--json", "json_to", metavar="FILE|-", help="One JSON object to a file, or to stdout with '-'.")
 _more = click.option("--config", "more", multiple=True, metavar="MORE.yaml", help="A patch: a file, rung or ladder.")
@@ -34,7 +34,7 @@ def _trains(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=shell.Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="fastloop %(version)s")
 def cli() -> None:
     """Find out why a Lightning training loop does not fill its GPU, apply the fix and prove it.
@@ -72,7 +72,7 @@ def rungs(name: str | None, json_to: str | None) -> None:
     _answer(lambda: listing.rungs(name), json_to)
 
 
-@cli.group(cls=Commands)
+@cli.group(cls=shell.Commands)
 def config() -> None:
     """Show or compare configurations."""
 
@@ -183,7 +183,7 @@ def climb(conf: str, budget: str, json_to: str | None, **asked: Any) -> None:
     """Find the fastest stack of rungs that is still the same training, and prove it."""
     from fastloop.commands import climb as command
 
-    budget_s = seconds(budget, "--budget")
+    budget_s = shell.seconds(budget, "--budget")
     _answer(lambda: command.climb(conf, budget_s=budget_s, progress=_say, **asked), json_to)
 
 
@@ -230,17 +230,17 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
 
 
 def _answer(command: Callable[[], Answer], json_to: str | None, *, aside: bool = False) -> None:
-    """Run a command and print its answer: text to stdout; with ``--json -`` the object there, all else to stderr.
-    With `aside` stdout is not ours: text goes to stderr."""
+    """Run a command and print its answer: to stdout, with `aside` to stderr; with ``--json -`` the object there."""
     if json_to is not None and json_to != "-":
-        check_writable(Path(json_to))
+        shell.check_writable(Path(json_to))
+    answer: Answer | None = None
     try:
-        with stdout_to_stderr() if json_to == "-" else contextlib.nullcontext():
+        with shell.stdout_to_stderr() if json_to == "-" else contextlib.nullcontext():
             answer = command()
             _say(answer.text, aside=aside)
     except BaseException as error:
         with contextlib.suppress(Exception):  # it must not hide what happened
-            _give(left(error), json_to)
+            _give(left(error) if answer is None else answer.json, json_to)
         raise
     _give(answer.json, json_to)
     if answer.exit_code:
@@ -255,14 +255,14 @@ def _give(content: Mapping[str, Any] | None, json_to: str | None) -> None:
     if json_to == "-":
         _say(dump(content, ascii_only=True), aside=False, end="")
     else:
-        write(Path(json_to), dump(content))
+        shell.write(Path(json_to), dump(content))
 
 
 def main() -> NoReturn:
     """Entry point: errors meant for people in three lines on stderr, everything else as a failed run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # better than no report where the terminal has no such letter
-    heard = hear_signals()
+    heard = shell.hear_signals()
     code = _main()
     if code == 1 and heard:  # some libraries swallow Ctrl-C while they are imported, and are then half there
         code = 128 + heard[-1]
@@ -283,7 +283,7 @@ def _main() -> int:
         error.show()
         return 2
     except BaseException as error:
-        text, code = last_words(error)
+        text, code = shell.last_words(error)
         _say(text)
         return code
     return 0
@@ -291,7 +291,7 @@ def _main() -> int:
 
 def _say(text: str, *, aside: bool = True, end: str = "\n") -> None:
     """To stderr; or to stdout, at once, so that a full disk is told of. That nobody reads on there is no fault."""
-    with contextlib.nullcontext() if aside else contextlib.suppress(BrokenPipeError):
+    with contextlib.nullcontext() if aside else shell.to_stdout():
         if text:
             print(text, end=end, file=sys.stderr if aside else None, flush=True)
 

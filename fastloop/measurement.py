@@ -76,7 +76,7 @@ class Measurement:
     kernels: Mapping[str, Any] | None = None
     """From a trace window outside the timed steps, per step: ``families_ms`` (unions over streams), ``idle_ms``
     {data, launch, sync, other}, ``busy_ms``, ``step_ms``, ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``launches``,
-    ``steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is none."""
+    ``steps`` of ``asked_steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is none."""
     syncs: tuple[Mapping[str, Any], ...] = ()
     """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, the dearest
     first. ``evidence["syncs"]``: ``hunted_steps``, where every one of so many steps was searched."""

@@ -26,6 +26,7 @@ from fastloop.bridge import survey, training
 from fastloop.bridge.beats import Beats, hear_only
 from fastloop.bridge.callback import FastLoop
 from fastloop.bridge.ledger import Ledger
+from fastloop.bridge.unsaved import OnlyInside
 from fastloop.config import Config
 from fastloop.errors import FastLoopError
 from fastloop.feeds.device import DeviceFeed
@@ -44,14 +45,15 @@ MEMORY_SHARE = 1 / 32
 
 
 def train(config: Config, out: Path, variation: str, *, beat: Path | None = None, hunt_syncs: bool = False,
-          ledger: bool = False, further_steps: int = 0) -> FastLoop:  # fmt: skip
-    """One training as configured, or with one cost taken away.
+          ledger: bool = False, further_steps: int = 0, unsaved: Path | None = None) -> FastLoop:  # fmt: skip
+    """One training as configured, or with one cost taken away. Checkpoint files outside of `out` are left alone.
 
     Args:
         variation: a Ceiling, or ``as_it_is``.
         beat: the file that gets the step, see `beats.py`.
         ledger: write down which samples each optimizer step saw, see `ledger.py`.
         further_steps: that many more than configured; what is written down is the configuration.
+        unsaved: the file that says by being there that checkpoint files were left alone, see `unsaved.py`.
 
     Raises:
         FastLoopError: as `training.train`, and where this training has no such cost or it cannot be taken away.
@@ -64,6 +66,7 @@ def train(config: Config, out: Path, variation: str, *, beat: Path | None = None
         trainer.fit_loop.epoch_loop.max_steps += further_steps
         if beat is not None:
             Beats.into(trainer, beat)
+        OnlyInside.into(trainer, out, unsaved)
         take_away(trainer, variation)
         if ledger:
             Ledger.into(trainer, out)

@@ -33,7 +33,7 @@ def actions(module: str = "LightningModule", strategy: str = "Strategy") -> Iter
                 f"[LightningModule]{module}.on_train_batch_end")  # fmt: skip
 
 
-def cost_us(device: torch.device, steps: int = 200) -> float | None:
+def cost_us(device: torch.device, steps: int = 60) -> float | None:
     """Microseconds that watching adds to a step of one batch; under zero where it saves more calls than it makes.
 
     Lightning opens some fifteen profiler actions a step, each a generator's context; while we watch, most of them cost
@@ -49,13 +49,13 @@ def cost_us(device: torch.device, steps: int = 200) -> float | None:
 
     def batch_end(until_detail: int) -> None:
         watch.clock.until_detail = until_detail
-        watch.batch_end(loss, batch, step_ends=True, batches_per_step=1)
+        watch.batch_end(loss, batch, 1, step_ends=True, batches_per_step=1)
 
     cases = (_step(PassThroughProfiler(), lambda: None), _step(ours, lambda: batch_end(1)),
              _step(ours, lambda: batch_end(NEVER)))  # fmt: skip
     _spent(cases[1], FIRST_IN_DETAIL + 2)  # the window begins
     per_turn = max(1, steps // TURNS)
-    turns = [[_spent(step, per_turn) for step in cases] for _ in range(TURNS)]
+    turns = [[_spent(step, per_turn, lambda: watch.clock.account) for step in cases] for _ in range(TURNS)]
     watch.close()
     plain_s, detailed_s, usual_s = (min(turn[case] for turn in turns) for case in range(3))
     each_s = usual_s + (detailed_s - usual_s) / EVERY.get(device.type, 1)
@@ -83,9 +83,11 @@ def _step(profiler: Any, batch_end: Callable[[], None]) -> Callable[[], None]:
     return step
 
 
-def _spent(step: Callable[[], None], steps: int) -> float:
+def _spent(step: Callable[[], None], steps: int, settle: Callable[[], Any] = lambda: None) -> float:
     step()  # still of the kind that the last case made
+    settle()
     begun = time.perf_counter()
     for _ in range(steps):
         step()
+    settle()  # which is otherwise done for many steps at once
     return time.perf_counter() - begun

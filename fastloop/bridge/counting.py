@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from fastloop.bridge import ceilings, training
 from fastloop.bridge.beats import Beats
 from fastloop.bridge.callback import FastLoop
+from fastloop.bridge.unsaved import OnlyInside
 from fastloop.config import Config, WatchSettings
 from fastloop.errors import FastLoopError
 from fastloop.evidence import rates as measured
@@ -40,6 +41,7 @@ def flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
     def prepare(trainer: Any, _: FastLoop) -> None:
         if beat is not None:
             Beats.into(trainer, beat)
+        OnlyInside.into(trainer, None)
         ceilings.replay(trainer, change=lambda batches: [_few(batch) for batch in batches[:1]])
         trainer.callbacks.append(counting)
 

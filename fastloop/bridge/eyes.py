@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge import live
+from fastloop.bridge import live, namespace
 from fastloop.bridge.later import Later
 from fastloop.bridge.logmarks import LogMarks
 from fastloop.bridge.looks import CountWork, FindSyncs, HuntSyncs, Trace
@@ -85,6 +85,7 @@ class Eyes:
         self._live = LiveMetrics(trainer, self.figures)
         self._logs = LogMarks(trainer, module, self.watch.marks)
         self.work.attach(module, self.watch.marks)
+        self.watch.marks.unheard = unheard(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
         if self.trace is not None:
@@ -105,7 +106,7 @@ class Eyes:
         step_ends = step != self._step
         size = samples(batch)
         self.work.batch(size)
-        self.watch.batch_end(loss, batch, step_ends, trainer.accumulate_grad_batches)
+        self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches)
         self._step = step
         self._passed_steps += step_ends
         self._passed_samples += size or 0
@@ -195,6 +196,21 @@ def summary(seen: Measurement) -> dict[str, float | None]:
             "joule_per_sample": seen.joule_per_sample,
             **{name: value for name, value in seen.gpu.items() if name == "watts" or name.endswith("_pct")},
             }  # fmt: skip
+
+
+def unheard(trainer: Any, module: Any) -> set[str]:
+    """The actions of hooks that nobody has overridden: Lightning opens them all the same."""
+    space = namespace.of(trainer)
+    owners = [(f"[LightningModule]{type(module).__name__}", module, namespace.load(space, "core.LightningModule"))]
+    base = namespace.load(space, "callbacks.Callback")
+    owners += [(f"[Callback]{callback.state_key}", callback, base) for callback in trainer.callbacks]
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, owner, base in owners:
+        for hook in dir(base):
+            if hook.startswith("on_"):
+                own = hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+                found[own].add(f"{name}.{hook}")
+    return found[False] - found[True]
 
 
 def planned_steps(trainer: Any) -> int | None:

@@ -30,6 +30,7 @@ from fastloop.bridge.callback import FastLoop
 from fastloop.bridge.microbatch import loss_of
 from fastloop.bridge.rounds import ROUNDING, STARTS, TWICE, Round, Start
 from fastloop.bridge.step import attribute
+from fastloop.bridge.unsaved import OnlyInside
 from fastloop.config import Config, WatchSettings
 from fastloop.evidence.deviation import deviation, finite
 from fastloop.feeds.regroup import CannotRegroup, Leaves, regrouped, taken
@@ -60,6 +61,7 @@ def measure(config: Config, out: Path, beat: Path | None, reference: Path | None
     def prepare(trainer: Any, loop: FastLoop) -> None:
         if beat is not None:
             Beats.into(trainer, beat)
+        OnlyInside.into(trainer, None)
         made[:] = [GradientProbe.into(trainer, out, reference), loop]
         made[0].leave = _Measured
 

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import Callback
 from fastloop.bridge import live, training
 from fastloop.bridge.beats import Beats, hear_only
 from fastloop.bridge.callback import FastLoop
+from fastloop.bridge.unsaved import OnlyInside
 from fastloop.config import Config, WatchSettings
 from fastloop.errors import FastLoopError
 from fastloop.evidence import queue
@@ -107,6 +108,7 @@ def _alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
     def prepare(trainer: Any, loop: FastLoop) -> None:
         if beat is not None:
             Beats.into(trainer, beat)
+        OnlyInside.into(trainer, None)
         alone.loop = loop
         trainer.callbacks.append(alone)
 

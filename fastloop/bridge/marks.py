@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from fastloop.evidence.clock import RARE, Clock
@@ -157,6 +157,7 @@ class Marks:
         saver: the hook that is running now, where its business is saving checkpoints.
         around_work: a context that is entered for every forward and backward; one that can be entered again.
         counts: that context is entered now.
+        unheard: actions of hooks that nobody has overridden, which Lightning opens all the same.
         around_forward: called before a marked ``training_step``; what it returns is called after it.
     """
 
@@ -168,6 +169,7 @@ class Marks:
         self.saver: _Phase | None = None
         self.around_work: Any = None
         self.counts = False
+        self.unheard: Set[str] = frozenset()
         self.around_forward: Callable[[], Callable[[], None]] | None = None
         self._contexts: dict[str, Any] = {}
         self._body = _Body(self)
@@ -223,7 +225,7 @@ class Marks:
 
     def _made(self, name: str) -> Any:
         phase = phase_of(name)
-        if phase is None:
+        if phase is None or (phase == "callbacks_logging" and name in self.unheard):
             return NOTHING
         turn, _, inner = phase.rpartition(":")
         if turn == "begin":

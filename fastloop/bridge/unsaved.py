@@ -4,15 +4,21 @@ A script saves where it always does. In an experiment it would overwrite its rea
 room for worthless ones, and begin its next run from what the last one left. So whatever Lightning does to checkpoint
 files leaves them alone, for every caller: ModelCheckpoint, other callbacks, ``trainer.save_checkpoint`` in a hook or
 after the fit. What goes into a checkpoint is still gathered, with all hooks; only the time of writing is missing.
+
+A configuration's trial has a directory of its own, in which a checkpoint is in nobody's way: there it is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.beats import hear_only
 from fastloop.errors import FastLoopError
 
 SCRATCH = (".lr_find_", ".scale_batch_size_")
@@ -25,24 +31,57 @@ class LeavesAlone:
 
     Args:
         held_back: called in place of the method.
+        inside: a directory below which files are changed as ever.
     """
 
-    def __init__(self, original: Callable[..., Any], held_back: Callable[[], None]) -> None:
+    def __init__(self, original: Callable[..., Any], held_back: Callable[[], None], inside: Path | None = None) -> None:
         self._original, self._held_back = original, held_back
+        self._inside = None if inside is None else inside.resolve()
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         paths = [Path(each) for each in (*args, *named.values()) if isinstance(each, (str, os.PathLike))]
-        if any(path.name.startswith(SCRATCH) for path in paths):
+        if any(path.name.startswith(SCRATCH) for path in paths) or self._are_inside(paths):
             return self._original(*args, **named)
         self._held_back()
         return None
 
+    def _are_inside(self, paths: Sequence[Path]) -> bool:
+        where = self._inside
+        return where is not None and bool(paths) and all(path.resolve().is_relative_to(where) for path in paths)
 
-def keep_back(trainer: Any, held_back: Callable[[], None]) -> None:
+
+class OnlyInside(Callback):
+    """Lets a trial leave checkpoint files alone, but for those below a directory.
+
+    Args:
+        inside: None: for all of them.
+        told: the file that says by being there that some were left alone.
+    """
+
+    def __init__(self, inside: Path | None, told: Path | None = None) -> None:
+        self.inside, self.told = inside, told
+        hear_only(self)
+
+    @classmethod
+    def into(cls, trainer: Any, inside: Path | None, told: Path | None = None) -> None:
+        """Before the fit. It is the first whose ``setup`` is called; by then the model's own callbacks are there."""
+        trainer.callbacks.insert(0, cls(inside, told))
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        keep_back(trainer, self._tell, self.inside)
+
+    def _tell(self) -> None:
+        if self.told is not None:
+            with contextlib.suppress(OSError):  # a full disk; the training may still end
+                self.told.touch()
+
+
+def keep_back(trainer: Any, held_back: Callable[[], None], inside: Path | None = None) -> None:
     """Let a Trainer leave checkpoint files alone from now on. In a callback's ``setup``; again, it changes nothing.
 
     Args:
         held_back: called whenever something would have been written or deleted.
+        inside: a directory whose files it may write and delete.
 
     Raises:
         FastLoopError: it cannot be kept from it. Rather no run than one that overwrites.
@@ -53,7 +92,7 @@ def keep_back(trainer: Any, held_back: Callable[[], None]) -> None:
         if method is None or isinstance(method, LeavesAlone):
             continue
         try:
-            setattr(owner, name, LeavesAlone(method, held_back))
+            setattr(owner, name, LeavesAlone(method, held_back, inside))
         except Exception as error:
             raise FastLoopError(got=f"{name} of {type(owner).__name__}", why=f"it cannot be kept from writing: {error}",
-                                do="take checkpoints out of this script for the comparison") from error  # fmt: skip
+                                do="take checkpoints out of this training for the comparison") from error  # fmt: skip

@@ -19,7 +19,6 @@ from fastloop.config import WatchSettings
 from fastloop.evidence.clock import Clock, Window
 from fastloop.evidence.garbage import Garbage
 from fastloop.evidence.losses import LossLog
-from fastloop.feeds.tree import samples
 
 ENOUGH_STEPS = 200
 """A window that something comes after ends with so many steps, if its queues have passed ten times."""
@@ -111,12 +110,12 @@ class Watch:
             self._begin_probe()
         self._boundary = False
 
-    def batch_end(self, loss: torch.Tensor | None, batch: Any, step_ends: bool, batches_per_step: int) -> None:
-        """A batch is done; `loss` as Lightning divides it by the batches of a step."""
+    def batch_end(self, loss: torch.Tensor | None, batch: Any, size: int | None, step_ends: bool,
+                  batches_per_step: int) -> None:  # fmt: skip
+        """A batch of `size` samples is done; `loss` as Lightning divides it by the batches of a step."""
         self.losses.add(loss, step_ends, batches_per_step)
         if self.clock.detailed or self._probe is not None:
             self.tokens.add(batch)
-        size = samples(batch)
         self.clock.batch_done(size, step_ends)
         if self.marks.clock is not self.clock:
             self.marks.clock.batch_done(size, step_ends)
@@ -192,9 +191,12 @@ class Watch:
             self.board.start()
 
     def _is_over(self) -> bool:
+        long = time.monotonic() - self._opened_at > LONGEST_S
+        if not long and not self._extras:
+            return False  # at every step of most fits
         done, passed = self.clock.total_steps, self.clock.account
         long_enough = passed.batches >= 10 * self.clock.queued_batches
-        if time.monotonic() - self._opened_at > LONGEST_S and long_enough:
+        if long and long_enough:
             return True
         if not self._extras or passed.steps < FEWEST_STEPS:
             return False

@@ -268,7 +268,8 @@ class Ascent:
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         slow = max(self.naive.step_ms, self.costs.now_ms)
         took = length(self.costs.now_ms, slow, queued=queued(self.stack, self.costs.workers), warmup=self.warmup,
-                      batches_per_step=batches_per_step(self.known, self.stack))  # fmt: skip
+                      batches_per_step=batches_per_step(self.known, self.stack),
+                      fill_read=self.costs.fill_read)  # fmt: skip
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS))
 
     def _to_confirm_s(self) -> float:

@@ -21,12 +21,16 @@ class Budget:
     """Seconds of wall-clock time, counted from now.
 
     Args:
-        reserve_s: wanted for what must come last. It is kept where it fits into the second half of the budget, and
-            into what is left; else there is nothing to keep it for, and the whole budget is there for the way.
+        before_s: what earlier calls have spent on the same thing.
+
+    Attributes:
+        reserve_s: wanted for what must come last. It is kept where it fits into what is left, and into the second half
+            of all the time there was; else there is nothing to keep it for, and the whole budget is there for the way.
     """
 
-    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_s, self._clock, self._begun, self.reserve_s = total_s, clock, clock(), 0.0
+    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic, *, before_s: float = 0.0) -> None:
+        self.total_s, self._before_s, self._clock, self._begun = total_s, before_s, clock, clock()
+        self.reserve_s = 0.0
 
     def spent_s(self) -> float:
         return self._clock() - self._begun
@@ -38,7 +42,8 @@ class Budget:
     @property
     def kept_s(self) -> float:
         """Of what is left, for the end."""
-        return self.reserve_s if self.reserve_s <= min(self.total_s / 2, self.left_s() + GRACE_S) else 0.0
+        half_s = (self._before_s + self.total_s) / 2
+        return self.reserve_s if self.reserve_s <= min(half_s, self.left_s() + GRACE_S) else 0.0
 
     def check(self, what: str, need_s: float, *, last: bool = False) -> None:
         """Raises Spent where `what` would not end in time; what comes `last` has the reserve and the grace too."""

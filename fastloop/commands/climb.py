@@ -21,7 +21,7 @@ from fastloop.commands.budget import Budget, Spent
 from fastloop.commands.candidates import Start
 from fastloop.commands.disk import writing
 from fastloop.commands.headspace import failed
-from fastloop.commands.manifest import fingerprint
+from fastloop.commands.manifest import fingerprint, recipe_fingerprint
 from fastloop.commands.outdir import claim_or_resume, hold, stands
 from fastloop.commands.readback import read
 from fastloop.commands.recipe_keys import check_recipe_keys
@@ -84,9 +84,11 @@ class Record:
 
     def __init__(self, place: Path, config: Config, allow: Sequence[str], budget_s: float,
                  before: Mapping[str, Any]) -> None:  # fmt: skip
-        self.place, self.config, self.budget = place, config, Budget(budget_s)
+        self.place, self.config = place, config
+        self._recipe = recipe_fingerprint(config)  # as it is now: it may be edited meanwhile
         self.allow = sorted({*allow, *(before.get("allow") or ())})
         self._before_s, self.new = float(before.get("spent_s") or 0.0), not before
+        self.budget = Budget(budget_s, before_s=self._before_s)
         self._budgets_s = float(before.get("budget_s") or 0.0) + budget_s
         self.ascent: Ascent | None = None
         self.stopped, self.partial = "", True
@@ -107,7 +109,7 @@ class Record:
             "ceilings_notes": ascent.notes,
             "rungs": ascent.rows, "stack": {"rungs": dict(ascent.stack)}, "top": top,
             "stopped": self.stopped, "confirmed": _told(self.confirmed), "allow": self.allow,
-            "config_sha256": fingerprint(self.config), "budget_s": self._budgets_s,
+            "config_sha256": fingerprint(self.config), "recipe_sha256": self._recipe, "budget_s": self._budgets_s,
             "spent_s": round(self._before_s + self.budget.spent_s(), 1), "partial": self.partial,
         }  # fmt: skip
 
@@ -211,5 +213,8 @@ def _earlier(place: Path, config: Config, resume: str | None) -> Mapping[str, An
     if before.get("config_sha256") != fingerprint(config):
         raise ConfigError(got=f"--resume {place}", why="it was begun with another configuration",
                           do="repeat the command as it was, or begin another climb")  # fmt: skip
+    if before.get("recipe_sha256") not in (None, recipe_fingerprint(config)):  # an older climb knows nothing of it
+        raise ConfigError(got=f"--resume {place}", why=f"since it began {config.recipe_file} was changed",
+                          do="undo the change, or begin another climb")  # fmt: skip
     refuse_others(place, {trial.parents[1] for trial in place.rglob(TRIAL)})
     return before

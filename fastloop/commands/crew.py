@@ -39,6 +39,8 @@ def counted(scene: Scene, candidate: Candidate, at: str) -> Look:
     count, why = _best(scene, candidate, loaders_ms, at)
     if count is None:
         return Look(patch=nothing, ended="crashed", why=why)
+    if len(promising(loaders_ms, costs.replayed_ms)) > 1:  # trainings have told: more are no faster
+        costs = costs.but(loaders_ms=tuple((each, ms) for each, ms in costs.loaders_ms if each <= count))
     if count == _count(scene):
         return Look(patch=nothing, ended="small", why=f"{count} workers are the number already", tuned={COUNT: count})
     then = costs.but(loader_ms=loaders_ms[count], workers=count)

@@ -21,7 +21,7 @@ from fastloop.commands.outdir import ROOT, claim
 from fastloop.commands.readback import measurement_from, plan_from, read, verdicts_from
 from fastloop.commands.recipe_keys import check_recipe_keys
 from fastloop.commands.supervise import Limits
-from fastloop.commands.trial import Job, Trial, clear, run_trial
+from fastloop.commands.trial import UNWRITTEN, Job, Trial, clear, run_trial
 from fastloop.config import Config
 from fastloop.errors import ConfigError
 from fastloop.ladder import left_out
@@ -143,7 +143,8 @@ def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ..
     verdicts = verdicts_from(read(place.path / "verdicts.json") or {})
     with writing(place.path):
         rewrite(place.path, config, seen, plan, verdicts)
-    notes = [f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok]
+    notes = [*([UNWRITTEN] if any(trial.unsaved for trial in (base, *trials)) else []),
+             *(f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok)]
     return _told(place.path, config.name, seen, plan, verdicts, notes, trials=[each.row() for each in (base, *trials)])
 
 

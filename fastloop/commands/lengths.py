@@ -15,6 +15,8 @@ SCREEN_S = 12.0
 """For the slower one of a screen: where two are far apart, a short window tells them apart."""
 WARMUP_S = 3.0
 """After so long a device has its clocks; a compile takes longer, but only steps count."""
+FILL_S = 10.0
+"""Longer than that queues are not waited for to fill, where they can be read."""
 LEAST_WARMUP = 3
 """Steps: shapes, autotuning and compilation show in the first two."""
 QUEUES = 10
@@ -62,8 +64,10 @@ def length(fast_ms: float, slow_ms: float, *, queued: int, batches_per_step: flo
         screen: it decides what is worth a proof, and is none itself.
         fill_read: what lies ready in the queues can be read, so it is left out of the rates.
     """
-    to_fill = max(LEAST_WARMUP, math.ceil(queued / batches_per_step))
-    warm = max(to_fill, min(warmup, math.ceil(1e3 * WARMUP_S / slow_ms)))
+    to_fill = math.ceil(queued / batches_per_step)
+    if fill_read:
+        to_fill = min(to_fill, math.ceil(1e3 * FILL_S / slow_ms))
+    warm = max(LEAST_WARMUP, to_fill, min(warmup, math.ceil(1e3 * WARMUP_S / slow_ms)))
     by_time = min(math.ceil(1e3 * WINDOW_S / fast_ms), int(1e3 * (SCREEN_S if screen else LONGEST_S) / slow_ms))
     fills = FILLS if screen and fill_read else QUEUES
     by_queue = min(math.ceil(fills * queued / batches_per_step), int(1e3 * LONGEST_S / slow_ms))

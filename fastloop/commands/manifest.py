@@ -38,6 +38,12 @@ def fingerprint(config: Config) -> str:
     return _sha256(json.dumps(config.values, sort_keys=True, default=str).encode())
 
 
+def recipe_fingerprint(config: Config) -> str | None:
+    """Of the recipe's Python file, without the modules that it imports; None where there is none."""
+    path = config.recipe_file
+    return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
+
+
 def content(sides: Sequence[Side], command: Sequence[str], options: Iterable[Any],
             shown: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
     """What an experiment is.

@@ -51,6 +51,22 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+@contextlib.contextmanager
+def to_stdout() -> Iterator[None]:
+    """Printing an answer. That nobody reads on is no fault.
+
+    Raises:
+        FastLoopError: it cannot be written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise FastLoopError(got="stdout", why=f"it cannot be written: {error.strerror or error}",
+                            do="write elsewhere; of a run, fastloop report RUN_DIR tells again") from None  # fmt: skip
+
+
 def check_writable(path: Path) -> None:
     """Find out before a training whether its result can be written after it."""
     there = path.exists()

@@ -30,9 +30,10 @@ Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", 
 ANSWERING = ("flops", "rates", "gradients", "loader", "plan")
 
 CHILD = "fastloop.commands.trial_child"
-TRIAL, ANSWER = "trial.json", "answer.json"
-NAMES = (TRIAL, ANSWER, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
+TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
+NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """What a trial writes into its directory beside the files of a run."""
+UNWRITTEN = "checkpoints outside of the run directories were left alone: the time of writing them is missing"
 PER_RANK = ("ledger*.json", "gradients*.pt")
 
 _NOT_FOR_CHILDREN = ("FASTLOOP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
@@ -108,7 +109,7 @@ class Trial:
     began: int | None = None
     """The step that a script's fit began at."""
     unsaved: bool = False
-    """Whether a script would have written checkpoints, see `bridge/unsaved.py`."""
+    """Whether checkpoint files were left alone, see `bridge/unsaved.py`."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -151,7 +152,7 @@ def run_trial(name: str, job: Job, run_dir: Path, *, limits: Limits | None = Non
         cause = "it ended without a result"
     trial = Trial(name=name, ok=cause is None, cause=cause and hide(cause), seconds=ended.seconds, run_dir=run_dir,
                   code=ended.code, last_step=ended.last_step, tail=hide(ended.tail) if cause else "",
-                  measurement=measurement, answer=answer)  # fmt: skip
+                  measurement=measurement, answer=answer, unsaved=(run_dir / UNSAVED).is_file())  # fmt: skip
     files.write(run_dir, {TRIAL: files.dump({"schema": files.SCHEMA, **trial.row()})})
     return trial
 

@@ -18,7 +18,7 @@ from typing import Any
 from fastloop.commands import supervise
 from fastloop.commands.answer import Failed
 from fastloop.commands.run import explained, first_rank
-from fastloop.commands.trial import ANSWER, Job
+from fastloop.commands.trial import ANSWER, UNSAVED, Job
 from fastloop.config import Config
 from fastloop.errors import FastLoopError
 from fastloop.report import files
@@ -65,7 +65,7 @@ def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
     if job.variation in answering:
         return answering[job.variation]()
     ceilings.train(config, out, job.variation, beat=beat, hunt_syncs=job.hunt_syncs, ledger=job.ledger,
-                   further_steps=job.further_steps)  # fmt: skip
+                   further_steps=job.further_steps, unsaved=out / UNSAVED)  # fmt: skip
     return None
 
 

@@ -11,7 +11,7 @@ from fastloop.commands import gates, passports
 from fastloop.commands.experiment import Experiment, Side
 from fastloop.commands.readback import read
 from fastloop.commands.surroundings import versions
-from fastloop.commands.trial import Trial
+from fastloop.commands.trial import UNWRITTEN, Trial
 from fastloop.compare import exit_code as code_of
 from fastloop.comparison import Comparison
 from fastloop.config import diff
@@ -122,11 +122,11 @@ def flags(sides: Sequence[Side]) -> list[str]:
 
 
 def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
-    """What a script's checkpoints have to do with these runs."""
+    """What checkpoints have to do with these runs."""
     began = max((trial.began or 0 for trial in trials), default=0)
     loaded = [f"all runs began at step {began}, from a checkpoint that the script loads"] if began else []
-    left = "the script's checkpoints were left alone: the time of writing them is missing, in all arms alike"
-    return [*loaded, *([left] if any(trial.unsaved for trial in trials) else [])]
+    left = [f"{UNWRITTEN}, in all arms alike"] if any(trial.unsaved for trial in trials) else []
+    return [*loaded, *left]
 
 
 def spans(numbers: Sequence[int]) -> str:

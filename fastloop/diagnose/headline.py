@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastloop.diagnose import busy
-from fastloop.diagnose.host import is_transfer
+from fastloop.diagnose.host import is_scheduler, is_transfer
 from fastloop.diagnose.remedies import available
 from fastloop.diagnose.straggler import straggler
 from fastloop.measurement import Measurement
@@ -40,6 +40,8 @@ def title(finding: Finding, seen: Measurement) -> str:
         return "BUSY: MEMORY-BOUND"
     if kind == "callbacks_logging" and is_transfer(seen):
         return "HELD UP BY A TRANSFER HOOK"
+    if kind == "callbacks_logging" and is_scheduler(seen):
+        return "HELD UP BY THE LR SCHEDULER"
     if kind == "launch_bound" and seen.device != "cuda":
         return "A STEP TOO SMALL FOR ITS LOOP"
     if kind == "compute_bound":

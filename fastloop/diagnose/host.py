@@ -22,6 +22,7 @@ TINY_STEP_MS = 5.0
 TINY_PCT = 15.0
 """Share of a tiny CPU step from which on the loop's own cost is named: a third of a millisecond of two."""
 TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
+SCHEDULER = ("lr_scheduler_step",)
 WORTH_SAYING = 0.1
 """Of what is named ``host_other``: a smaller share of it is not told apart."""
 COLLECT_LESS = ("gc.freeze() once model and data are made keeps them out of later passes, gc.set_threshold makes passes"
@@ -82,14 +83,27 @@ def callbacks_logging(seen: Measurement, _enabled: tuple[str, ...]) -> Finding |
     if is_transfer(seen):
         advice = ("most of it is your batch transfer hook; no rung helps: move that work into the dataset or collate"
                   " function, where workers do it ahead of need, or onto the GPU")  # fmt: skip
+    elif is_scheduler(seen):
+        advice = ("most of it is the step of your learning rate scheduler; no rung helps: make it cheaper, or let it"
+                  ' step each epoch ("interval": "epoch" in configure_optimizers) or every so many steps ("frequency"),'
+                  " which changes its schedule")  # fmt: skip
     worth = WORTH_NAMING_PCT if seen.device == "cuda" else CPU_WORTH_PCT
     return named(seen, "callbacks_logging", spent, facts, Remedy(None, advice), worth_pct=worth, least_ms=ORDINARY_MS)
 
 
 def is_transfer(seen: Measurement) -> bool:
     """Whether most of what hooks take is a batch transfer hook's of the user."""
+    return _mostly(seen, TRANSFER_HOOKS)
+
+
+def is_scheduler(seen: Measurement) -> bool:
+    """Whether most of what hooks take is the step of a learning rate scheduler."""
+    return _mostly(seen, SCHEDULER)
+
+
+def _mostly(seen: Measurement, hooks: tuple[str, ...]) -> bool:
     spent = {name: number(ms) or 0.0 for name, ms in seen.hooks_ms.items()}
-    return 2 * sum(ms for name, ms in spent.items() if name.endswith(TRANSFER_HOOKS)) > sum(spent.values())
+    return 2 * sum(ms for name, ms in spent.items() if name.endswith(hooks)) > sum(spent.values())
 
 
 def host_other(seen: Measurement, _enabled: tuple[str, ...]) -> Finding | None:

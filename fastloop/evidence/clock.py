@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastloop.evidence.parts import COMPUTE, KEPT_STEPS, RARE, Account, Window
+from fastloop.evidence.parts import COMPUTE, KEPT_STEPS, RARE, Account, Mark, Window
 from fastloop.evidence.processor import off_cpu_s
 from fastloop.evidence.stream import current_stream
 
@@ -31,31 +31,8 @@ FIRST_IN_DETAIL = 8
 """Steps of the window's beginning that are all marked in detail, so that a short window has some."""
 EVERY = {"cuda": 32, "cpu": 8}
 """After those, one step in so many on average."""
-
-
-class _Mark:
-    """One call of the loop. No dataclass: most marks need five of the fields, and setting all takes a microsecond."""
-
-    off_cpu: float | None = None
-    kind = ""
-    """got: the loop has its batch. issued: a batch's work is."""
-    ended: tuple[int, int, bool] | None = None
-    """Batches, samples, and whether in detail, of the step that ends here."""
-    samples: int | None = None
-    asked = 0.0
-    """Of a `got`: when the loop asked for the batch, where that has no mark of its own. Of others: when hooks without
-    marks of their own were over."""
-    seen_at = 0.0
-    """When the host saw that the device had passed it."""
-    hooks_s = 0.0
-    """Of a `got`: host time in hooks since the last mark."""
-    collected_s = collected_before = 0.0
-    """Host time of the garbage collector's since the last mark, and what of it passed before the loop `asked`."""
-
-    def __init__(self, at: float, event: Any, phase: str, body: bool, detailed: bool) -> None:
-        self.at, self.event, self.body, self.detailed = at, event, body, detailed
-        self.phase = phase
-        """The phase that begins here."""
+LOT = 64
+"""Marks that are settled together where no device is to be asked: the code is then in the processor's caches."""
 
 
 class Clock:
@@ -82,24 +59,26 @@ class Clock:
         """Host time in hooks that have no marks of their own, to be added to by who runs them."""
         self.collected_s = self._collected_before = 0.0
         """The same of the garbage collector's passes, wherever they come; and those before the loop asked."""
-        self.account = Account()
+        self._account = Account()
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
         self._draw, self.until_detail, self.opened_at = random.Random(0), 0, 0
         """The last two: steps until one is in detail, and steps that were done when the window began."""
-        self._waiting: deque[_Mark] = deque()
+        self._waiting: deque[Mark] = deque()
         """Marks the device has not been seen to pass."""
-        self._marks: deque[_Mark] = deque()
+        self._marks: deque[Mark] = deque()
         """Marks it has passed, of a step whose end is not among them yet."""
-        self._issued: _Mark | None = None
+        self._issued: Mark | None = None
         self._ends = 0
         """Step ends among the latter; what comes after the last one belongs to a step that may never be whole."""
         self._spare: list[Any] = []
         # What the settled marks say, in seconds on the host's clock.
-        self._last = _Mark(0.0, None, IDLE, False, True)
+        self._last = Mark(0.0, None, IDLE, False, True)
         self._position = self._event_at = 0.0
         self._last_event: Any = None
+        self._computes_from: float | None = None
+        """Time off the processor when the work of `COMPUTE` began that goes on."""
 
     # -- the host's side ------------------------------------------------------------------------------------------
 
@@ -124,17 +103,17 @@ class Clock:
             return
         if self._stack and self._stack[-1] != self._base:  # training_step fetches for itself
             self.leave()
+        else:
+            self._stack.clear()
+            self._base, self.in_body = IDLE, True
+            self._switch(IDLE, kind="got")
+            if asked > 0:
+                mark = self._waiting[-1]
+                mark.asked, mark.hooks_s = asked, self.hooks_s
+                mark.collected_before = min(self._collected_before, mark.collected_s)
+            self.hooks_s = 0.0
+        if self.on_device or len(self._waiting) >= LOT:
             self._harvest()
-            return
-        self._stack.clear()
-        self._base, self.in_body = IDLE, True
-        self._switch(IDLE, kind="got")
-        if asked > 0:
-            mark = self._waiting[-1]
-            mark.asked, mark.hooks_s = asked, self.hooks_s
-            mark.collected_before = min(self._collected_before, mark.collected_s)
-        self.hooks_s = 0.0
-        self._harvest()
 
     def enter(self, phase: str) -> None:
         """A phase begins inside the present one."""
@@ -194,7 +173,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
         self._harvest()
         self.stop()
-        return self.account.window(self.on_device)
+        return self._account.window(self.on_device)
 
     def stop(self) -> None:
         """Mark nothing more."""
@@ -212,13 +191,13 @@ class Clock:
             torch.cuda.synchronize(self.device)
             self._last_event = self._event()
         self._position = self._event_at = now()
-        self._last = _Mark(self._position, None, self.phase, self.in_body, True)
+        self._last = Mark(self._position, None, self.phase, self.in_body, True)
 
     def _in_detail(self) -> bool:
         if self.total_steps - self.opened_at <= FIRST_IN_DETAIL:
             return True
         if self.until_detail <= 0:
-            self.until_detail = self._draw.randint(1, 2 * EVERY.get(self.device.type, 4) - 1)
+            self.until_detail = 1 + int(self._draw.random() * (2 * EVERY.get(self.device.type, 4) - 1))
         self.until_detail -= 1
         return not self.until_detail
 
@@ -226,10 +205,11 @@ class Clock:
         before, self.phase = self.phase, phase
         if not self.open:
             return
-        always = kind == "issued" or phase in RARE or before in RARE
-        event = self._event() if self.on_device and (self.detailed or always) else None
-        mark = _Mark(now(), event, phase, self.in_body, self.detailed)
-        if self.detailed and (phase in COMPUTE or before in COMPUTE):
+        detailed, event = self.detailed, None
+        if self.on_device and (detailed or kind == "issued" or phase in RARE or before in RARE):
+            event = self._event()
+        mark = Mark(now(), event, phase, self.in_body, detailed)
+        if detailed and (phase in COMPUTE) != (before in COMPUTE):
             mark.off_cpu = off_cpu_s()
         if kind:
             mark.kind = kind
@@ -247,54 +227,72 @@ class Clock:
 
     # -- the device's side ----------------------------------------------------------------------------------------
 
+    @property
+    def account(self) -> Account:
+        """What the marks say that the device has been seen to pass by now."""
+        self._harvest()
+        return self._account
+
     def _harvest(self) -> None:
         """Settle the marks the device has passed, and no others: that would wait for it."""
-        seen_at = now()
-        while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
-            mark = self._waiting.popleft()
+        waiting, seen_at = self._waiting, now()
+        while waiting and ((event := waiting[0].event) is None or event.query()):
+            mark = waiting.popleft()
             mark.seen_at = seen_at
-            self._ends += mark.ended is not None
+            if mark.ended is not None:
+                self._ends += 1
             self._marks.append(mark)
         while self._ends and self._marks:
             self._settle(self._marks.popleft())
 
-    def _settle(self, mark: _Mark) -> None:
+    def _settle(self, mark: Mark) -> None:
         if mark.asked:
             self._settle_unmarked(mark)
-        before = self._last
-        starved = max(0.0, mark.at - self._position)
-        if mark.kind == "got" and self.account.start is not None:
-            self.account.lead(max(0.0, self._position - mark.at))
-        if mark.event is None:
-            position = max(self._position, mark.at)
-        else:
-            # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
-            reached = self._event_at + self._last_event.elapsed_time(mark.event) / 1e3
-            position = max(self._position, mark.at, min(reached, mark.seen_at))
-            self._spare.append(self._last_event)
-            self._last_event, self._event_at = mark.event, position
-        if self.account.start is not None:
-            collected = mark.collected_s - mark.collected_before if before.phase not in RARE else 0.0
-            lost = self.account.garbage(collected, self._position - before.at) if collected else 0.0
-            self.account.stretch(before.phase, before.body, before.detailed, position - self._position - lost,
-                                 max(0.0, starved - lost), mark.at - before.at - collected)  # fmt: skip
-            if before.phase in COMPUTE and before.off_cpu is not None and mark.off_cpu is not None:
-                self.account.blocked(mark.off_cpu - before.off_cpu)
-        if mark.kind == "issued" and self.account.start is not None:
-            self.account.issued(max(0.0, position - mark.at), mark.samples or 0)
+        account, before, at, was_at = self._account, self._last, mark.at, self._position
+        starved, position = (at - was_at, at) if at > was_at else (0.0, was_at)
+        if mark.event is not None:
+            position = self._reached(mark, position)
+        if account.start is not None:
+            if self.on_device and mark.kind == "got":
+                account.lead(max(0.0, was_at - at))
+            host, lost = at - before.at, 0.0
+            if mark.collected_s and before.phase not in RARE:
+                collected = mark.collected_s - mark.collected_before
+                host, lost = host - collected, account.garbage(collected, was_at - before.at)
+            account.stretch(before.phase, before.body, before.detailed, position - was_at - lost,
+                            max(0.0, starved - lost), host)  # fmt: skip
+            if mark.kind == "issued":
+                account.issued(position - at, mark.samples or 0)
+        if mark.off_cpu is not None:
+            self._settle_off_cpu(mark.off_cpu, mark.phase in COMPUTE)
         if mark.ended is not None:
             self._ends -= 1
-            self.account.step_ends(position, *mark.ended)
+            account.step_ends(position, *mark.ended)
         self._position, self._last = position, mark
 
-    def _settle_unmarked(self, mark: _Mark) -> None:
+    def _reached(self, mark: Mark, soonest: float) -> float:
+        """When the device reached a mark that has an event."""
+        # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
+        reached = self._event_at + self._last_event.elapsed_time(mark.event) / 1e3
+        self._spare.append(self._last_event)
+        self._last_event, self._event_at = mark.event, max(soonest, min(reached, mark.seen_at))
+        return self._event_at
+
+    def _settle_off_cpu(self, off_cpu_s: float, begins: bool) -> None:
+        """Forward, backward and optimizer begin, or end: what lies between them needs no reading."""
+        if not begins and self._computes_from is not None and self._account.start is not None:
+            self._account.blocked(off_cpu_s - self._computes_from)
+        self._computes_from = off_cpu_s if begins else None
+
+    def _settle_unmarked(self, mark: Mark) -> None:
         """The stretch that ends with hooks without marks of their own: split as the host's time was."""
-        before, position = self._last, max(self._position, mark.asked)
-        if self.account.start is not None:
-            collected, starved = mark.collected_before, max(0.0, mark.asked - self._position)
-            host = mark.asked - before.at - collected
+        account, before, asked, was_at = self._account, self._last, mark.asked, self._position
+        if account.start is not None:
+            host, lost, starved = asked - before.at, 0.0, max(0.0, asked - was_at)
+            if mark.collected_before:
+                host -= mark.collected_before
+                lost = account.garbage(mark.collected_before, was_at - before.at)
             share = min(1.0, mark.hooks_s / host) if host > 0 else 0.0
-            lost = self.account.garbage(collected, self._position - before.at) if collected else 0.0
-            self.account.between(host, max(0.0, starved - lost), share)
+            account.between(host, max(0.0, starved - lost), share)
         phase = "data_wait" if mark.kind == "got" else IDLE
-        self._position, self._last = position, _Mark(mark.asked, None, phase, False, mark.detailed)
+        self._position, self._last = max(was_at, asked), Mark(asked, None, phase, False, mark.detailed)

@@ -7,10 +7,9 @@ its phases and only steps marked in detail tell them apart, see `Sampled`.
 
 from __future__ import annotations
 
-from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from fastloop.evidence.sampled import Sampled
 
@@ -52,19 +51,29 @@ class Window:
         return self.parts_s.get("data_wait", 0.0) * self.steps
 
 
-class Ring:
-    """The latest values, in fixed memory."""
+class Mark:
+    """One call of the loop. No dataclass: most marks need five of the fields, and setting all takes a microsecond."""
 
-    def __init__(self, typecode: Literal["d", "q"]) -> None:
-        self.values: array[Any] = array(typecode)
-        self._next = 0
+    off_cpu: float | None = None
+    kind = ""
+    """got: the loop has its batch. issued: a batch's work is."""
+    ended: tuple[int, int, bool] | None = None
+    """Batches, samples, and whether in detail, of the step that ends here."""
+    samples: int | None = None
+    asked = 0.0
+    """Of a `got`: when the loop asked for the batch, where that has no mark of its own. Of others: when hooks without
+    marks of their own were over."""
+    seen_at = 0.0
+    """When the host saw that the device had passed it."""
+    hooks_s = 0.0
+    """Of a `got`: host time in hooks since the last mark."""
+    collected_s = collected_before = 0.0
+    """Host time of the garbage collector's since the last mark, and what of it passed before the loop `asked`."""
 
-    def add(self, value: float) -> None:
-        if len(self.values) < KEPT_STEPS:
-            self.values.append(value)
-        else:
-            self.values[self._next] = value
-            self._next = (self._next + 1) % KEPT_STEPS
+    def __init__(self, at: float, event: Any, phase: str, body: bool, detailed: bool) -> None:
+        self.at, self.event, self.body, self.detailed = at, event, body, detailed
+        self.phase = phase
+        """The phase that begins here."""
 
 
 def _sums() -> defaultdict[str, float]:
@@ -95,8 +104,8 @@ class Account:
         """Device time of the latest step's end."""
         self._sums = _Sums()
         self._told_off_cpu, self._garbage = False, 0.0
-        self._step_s, self._of_step, self._of_batch = Ring("d"), Ring("q"), Ring("q")
-        self._leads, self._trails = Ring("d"), Ring("d")
+        self._step_s, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(3))
+        self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
 
     def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
         """`span` seconds of the device's time line, `starved` of them because the host was elsewhere."""
@@ -140,12 +149,12 @@ class Account:
 
     def lead(self, seconds: float) -> None:
         """Work the device had left when the host got a batch."""
-        self._leads.add(seconds)
+        self._leads.append(seconds)
 
     def issued(self, trail: float, samples: int) -> None:
         """A batch's work is issued; the device has `trail` seconds of it left."""
-        self._trails.add(trail)
-        self._of_batch.add(samples)
+        self._trails.append(trail)
+        self._of_batch.append(samples)
 
     def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
         """The device has reached the end of a step."""
@@ -159,8 +168,8 @@ class Account:
             self.samples += samples
             self._sums.work.step_ends(detailed)
             self._sums.host_work.step_ends(detailed)
-            self._step_s.add(at - self.boundary)
-            self._of_step.add(samples)
+            self._step_s.append(at - self.boundary)
+            self._of_step.append(samples)
         self.boundary, self._was_detailed = at, detailed
 
     @property
@@ -184,8 +193,8 @@ class Account:
             steps=self.steps, detailed_steps=self.detailed, batches=self.batches, samples=self.samples,
             wall_s=self.wall_s, parts_s=parts, host_s=host,
             blocked_s=None if share_blocked is None else share_blocked * sums.host_work.known_s / self.steps,
-            step_s=tuple(self._step_s.values), step_samples=tuple(self._of_step.values),
-            batch_samples=tuple(self._of_batch.values),
+            step_s=tuple(self._step_s), step_samples=tuple(self._of_step),
+            batch_samples=tuple(self._of_batch),
             lead_s=_median(self._leads) if on_device else None, trail_s=_median(self._trails) if on_device else None,
             of_detailed=sums.host_work.of_detailed(self.steps),
             garbage_s=self._garbage / self.steps,
@@ -199,6 +208,6 @@ class Account:
         return means
 
 
-def _median(ring: Ring) -> float | None:
-    ordered = sorted(ring.values)
+def _median(values: deque[float]) -> float | None:
+    ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else None

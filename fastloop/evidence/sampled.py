@@ -49,14 +49,18 @@ class Sampled:
 
     def step_ends(self, detailed: bool) -> None:
         """The present step is whole."""
-        step, self._step_s, self._step = (self._step_s, self._step, detailed), 0.0, Phases(float)
+        step_s, phases, self._step_s = self._step_s, self._step, 0.0
+        if not (detailed or phases) and self._first is None and step_s <= FAR * self._typical_s:  # nearly all
+            self._usual_s += step_s
+            return
+        self._step = Phases(float)
         if detailed:
-            self._lately.append(step[0])
+            self._lately.append(step_s)
             self._typical_s = statistics.median(self._lately) or float("inf")
         if self._first is None:
-            self._take(*step)
+            self._take(step_s, phases, detailed)
             return
-        self._first.append(step)
+        self._first.append((step_s, phases, detailed))
         if not detailed or len(self._first) >= FIRST:
             self._take_first()
 

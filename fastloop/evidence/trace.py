@@ -102,7 +102,8 @@ class TraceWindow:
         """Stop if still recording, write the trace and read it.
 
         Returns:
-            What ``Measurement.kernels`` holds: ``kernels.read`` and ``cost_s``; or ``skipped``: why there is none.
+            What ``Measurement.kernels`` holds: ``kernels.read``, of how many steps it was to be, and ``cost_s``; or
+            ``skipped``: why there is none.
         """
         if self._begun and not self.done:
             self._stop()
@@ -116,7 +117,8 @@ class TraceWindow:
         if self.skipped is not None:
             return {"skipped": self.skipped}
         step_s = self.step_s if self.step_s is not None else self._lead_in_s
-        return {**found, "cost_s": max(0.0, self._lasted_s - self._passed * step_s) + now() - since}
+        traced_s = max(0.0, self._lasted_s - self._passed * step_s)
+        return {**found, "asked_steps": self.steps, "cost_s": traced_s + now() - since}
 
     # -- recording ------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):
         yield batch
+    elif isinstance(batch, (list, tuple)):  # before the mappings, which take longer to tell
+        for value in batch:
+            yield from tensors(value)
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
             yield from tensors(value)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):

@@ -79,7 +79,7 @@ def _head(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str],
         "why": _upper(findings[0].why) if findings else "Nothing was watched.", "flags": summary.flags(seen),
         "also": [_sentence(title) for title in titles[1:]],
         "ceiling": _upper(summary.ceiling_line(seen, findings).replace("   ", " \u00b7 ")),
-        "notes": notes(seen),
+        "notes": notes(seen, findings),
         "run": list(filter(None, (summary.setting(seen, name), summary.devices(seen), summary.window(seen)))),
     }  # fmt: skip
 

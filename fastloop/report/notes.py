@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastloop.measurement import CEILINGS, DISTURBED, Measurement, uneven
+from fastloop.records import Finding
 
 DRIFTED_PCT = 10.0
+LONG_STEPS = ("the mean step is", "took so long that")
+"""Words of a finding that has told of a few long steps."""
 
 
-def notes(seen: Measurement) -> list[str]:
-    """What to hold against the figures, as one text; empty where nothing is known."""
-    said = [*seen.state, *_no_trace(seen), *_uneven(seen), *_disturbed(seen), *_drifted(seen)]
+def notes(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
+    """What to hold against the figures, as one text, without what the findings say; empty where nothing is known."""
+    told = any(words in finding.why for finding in findings for words in LONG_STEPS)
+    said = [*seen.state, *_no_trace(seen), *([] if told else _uneven(seen)), *_disturbed(seen), *_drifted(seen)]
     return ["; ".join(said)] if said else []
 
 
 def _no_trace(seen: Measurement) -> list[str]:
-    """A trace that was asked for and is not there."""
-    skipped = (seen.kernels or {}).get("skipped")
-    return [f"no trace: {skipped}"] if skipped else []
+    """A trace that was asked for and is not there, or not all of it."""
+    found = seen.kernels or {}
+    if skipped := found.get("skipped"):
+        return [f"no trace: {skipped}"]
+    steps, asked = found.get("steps") or 0, found.get("asked_steps") or 0
+    ended = f"the trace is of {steps} {'step' if steps == 1 else 'steps'}, not {asked}: the training ended before"
+    return [ended] if 0 < steps < asked else []
 
 
 def _uneven(seen: Measurement) -> list[str]:

@@ -90,7 +90,7 @@ def lines(seen: Measurement, plan: Plan, verdicts: Sequence[Verdict], findings: 
         ("INACTIVE", [f"{verdict.rung}: {_flat(verdict.why)}" for verdict in verdicts if verdict.took is False]),
         ("UNKNOWN", [f"{verdict.rung}: {_flat(verdict.why)}" for verdict in verdicts if verdict.took is None]),
         ("SYNC", [_flat(line) for line in syncs.lines(seen)]),
-        ("NOTE", [_flat(note) for note in notes(seen)]),
+        ("NOTE", [_flat(note) for note in notes(seen, findings)]),
         ("FIX", [_flat(yaml_patch(finding.patch)) for finding in findings if finding.patch]),
         *_next(then, later),
         ("REPORT", [str(report)] if report else []),

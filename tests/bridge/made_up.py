@@ -13,6 +13,7 @@ import torch
 from fastloop.bridge.marks import BODY
 from fastloop.bridge.watch import Watch
 from fastloop.config import WatchSettings
+from fastloop.feeds.tree import samples
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,6 @@ def run(watch: Watch, time: Time, steps: int, *, wait_s: float = 0.01, compute_s
                     fetch()
                 time.passes(compute_s)
             given = [torch.zeros(4, 2)] if batch is None else batch
-            watch.batch_end(torch.tensor(1.0 / batches), given, number == batches - 1, batches)
+            watch.batch_end(torch.tensor(1.0 / batches), given, samples(given), number == batches - 1, batches)
         if between is not None:
             between()

@@ -90,6 +90,16 @@ def test_phases_nest_and_what_is_none_costs_nothing(clock: Notes) -> None:
     assert marks.profile(FORWARD) is marks.profile(FORWARD), "looked up once"
 
 
+def test_a_hook_that_nobody_has_overridden_is_not_marked(clock: Notes) -> None:
+    marks = Marks(clock)
+    marks.unheard = {"[Callback]A.on_before_zero_grad", "[Callback]A.on_validation_start"}
+    with marks.profile(BODY):
+        assert marks.profile("[Callback]A.on_before_zero_grad") is NOTHING
+        assert marks.profile("[Callback]B.on_before_zero_grad") is not NOTHING
+        with marks.profile("[Callback]A.on_validation_start"):
+            assert clock.phase == "validation", "a turn is one, whoever hears of it"
+
+
 def test_an_exception_passes_and_every_phase_is_left(clock: Notes) -> None:
     marks = Marks(clock)
     with pytest.raises(KeyError, match="user"), marks.profile(BODY), marks.profile(FORWARD):

@@ -52,7 +52,7 @@ def test_the_exchange_is_taken_out_of_the_backward_that_waits_for_it(
         watch.got()
         with watch.marks.profile("run_training_batch"), watch.marks.profile("[Strategy]DDPStrategy.backward"):
             time.s += 0.03
-        watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], True, 1)
+        watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, True, 1)
     found = seen(watch, world_size=ranks, kernels={"comm_exposed_ms": exposed})
     assert (found.parts_ms["comm_exposed"], found.parts_ms["backward"]) == pytest.approx(parts)
     assert sum(filter(None, found.parts_ms.values())) == pytest.approx(30.0)
@@ -182,7 +182,7 @@ def test_garbage_collection_is_the_loops_and_said_apart(time: Time) -> None:
         watch.got()
         with watch.marks.profile("run_training_batch"):
             time.passes(0.03)
-        watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], True, 1)
+        watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, True, 1)
     found = seen(watch)
     assert found.steps == 20 and found.step_ms["mean"] == pytest.approx(50) and found.parts_ms["data_wait"] == \
         pytest.approx(10)  # fmt: skip

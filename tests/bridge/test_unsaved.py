@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 
-from fastloop.bridge.unsaved import LeavesAlone, keep_back
+from fastloop.bridge.unsaved import LeavesAlone, OnlyInside, keep_back
 from fastloop.errors import FastLoopError
 from tests import models
 
@@ -50,6 +50,32 @@ def test_what_is_there_stays_byte_by_byte_and_nothing_is_added(tmp_path: Path) -
     assert contents(tmp_path) == before and fits.global_step == 4 and keeper.held
     trained(tmp_path)
     assert contents(tmp_path) != before, "without it they are overwritten"
+
+
+def test_below_its_own_directory_a_trial_saves_and_deletes_as_ever(tmp_path: Path) -> None:
+    own, told = tmp_path / "own", tmp_path / "told"
+    trained(own, OnlyInside(own, told))
+    assert set(contents(own)) == {"end.ckpt", "ckpts/last.ckpt", "ckpts/epoch=0-step=4.ckpt"} and not told.exists()
+    trained(own, callbacks=[each_step(tmp_path / "mine"), OnlyInside(own, told)])
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "told"}
+    before = contents(own)
+    trained(own, OnlyInside(None))
+    assert contents(own) == before, "without a directory of its own it leaves all alone"
+
+
+@pytest.mark.parametrize(("path", "inside"), [
+    ("own/a.ckpt", True), ("own/deep/a.ckpt", True), ("a.ckpt", False), ("own/../a.ckpt", False),
+    ("own/link/a.ckpt", False), ("owned/a.ckpt", False), ("s3://own/a.ckpt", False)])  # fmt: skip
+def test_where_a_file_really_lies_counts(path: str, inside: bool, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    changed: list[str] = []
+    held: list[int] = []
+    save = LeavesAlone(lambda checkpoint, filepath: changed.append(filepath), lambda: held.append(1), Path("own"))
+    save({"epoch": 1}, filepath=path)
+    assert (changed, held) == (([path], []) if inside else ([], [1]))
 
 
 def test_a_link_to_the_last_replaces_nothing(tmp_path: Path) -> None:

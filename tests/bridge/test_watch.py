@@ -279,7 +279,7 @@ def test_memory_stays_bounded() -> None:
                 for name in names[-4:]:
                     with watch.marks.profile(name):
                         pass
-            watch.batch_end(loss, batch, True, 1)
+            watch.batch_end(loss, batch, 4, True, 1)
 
     steps(12_000)  # until everything that is kept is full
     tracemalloc.start()

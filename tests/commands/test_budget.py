@@ -48,6 +48,14 @@ def test_what_does_not_fit_into_the_second_half_is_not_kept_for(reserve_s: float
         budget.check("a run", 101 - kept_s)
 
 
+@pytest.mark.parametrize(("before_s", "kept_s"), [(0, 0), (59, 0), (60, 80), (1000, 80)])
+def test_the_way_of_earlier_calls_counts(before_s: float, kept_s: float) -> None:
+    """A climb in calls of 100 s, of which a confirmation takes 80: the second call ends with it."""
+    budget = Budget(100, Clock(), before_s=before_s)
+    budget.reserve_s = 80
+    assert budget.kept_s == kept_s and budget.spent_s() == 0 and budget.left_s() == 100
+
+
 def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
     """Found out at 80 s of 100 that the end takes 51: it cannot be had, so the 20 s are for the way."""
     clock = Clock()

@@ -285,6 +285,26 @@ def test_another_configuration_is_not_resumed(pretend: Callable[..., Any]) -> No
     assert len(labs) == 1
 
 
+def test_an_edited_recipe_is_not_resumed(pretend: Callable[..., Any]) -> None:
+    pretend(runs=3)
+    mine = Path("mine.yaml")
+    mine.write_text(NET.read_text())
+    recipe = mine.with_suffix(".py")
+    recipe.write_text(NET.with_suffix(".py").read_text())
+    asked(out="a", conf=mine)
+    asked(resume="a", conf=mine)
+    before = recipe.read_text()
+    recipe.write_text(f"{before}\nFASTER = True\n")
+    with pytest.raises(ConfigError, match=r"since it began .*mine\.py was changed"):
+        asked(resume="a", conf=mine)
+    old = {key: value for key, value in json.loads(Path("a/climb.json").read_text()).items() if key != "recipe_sha256"}
+    Path("a/climb.json").write_text(json.dumps(old))
+    asked(resume="a", conf=mine)  # one that was begun before this was written down goes on
+    recipe.write_text(before)
+    with pytest.raises(ConfigError, match="since it began"):
+        asked(resume="a", conf=mine)
+
+
 def test_two_climbs_in_one_directory(pretend: Callable[..., Any], tmp_path: Path) -> None:
     labs = pretend()
     (tmp_path / "a").mkdir()

@@ -50,6 +50,7 @@ def test_where_loading_stays_the_limit_the_two_best_are_trained_with() -> None:
     found = look(lab)
     assert lab.ran == ["01-workers/predict-1", "01-workers/count-8", "01-workers/count-12"]
     assert found.tuned == {"rungs.workers.count": 8}, "the trainings tell, not the loader alone"
+    assert found.then is not None and [count for count, _ in found.then.loaders_ms] == [8], "and no rung takes 12 along"
     assert not any(ask.ledger for _, ask in lab.asks.values())
 
 

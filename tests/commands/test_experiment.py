@@ -208,12 +208,12 @@ def test_a_run_that_did_not_begin_where_the_others_did_is_none(tmp_path: Path) -
     assert again.sides[1].failed is not None, "on another day, too"
 
 
-def test_what_a_scripts_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
+def test_what_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
     both = {"began": lambda _: 120, "unsaved": True}
     found = verdict.flags(carried_out(tmp_path, BASE.but(**both), AMP.but(**both)).sides)
     assert found == ["all runs began at step 120, from a checkpoint that the script loads",
-                     "the script's checkpoints were left alone: the time of writing them is missing, in all arms"
-                     " alike"]  # fmt: skip
+                     "checkpoints outside of the run directories were left alone: the time of writing them is missing,"
+                     " in all arms alike"]  # fmt: skip
     assert verdict.flags(carried_out(tmp_path / "plain", AMP.but(began=lambda _: 0)).sides) == []
 
 

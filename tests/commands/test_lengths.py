@@ -6,6 +6,7 @@ import pytest
 
 from fastloop.commands.lengths import (
     FEWEST_STEPS,
+    FILL_S,
     FILLS,
     LEAST_WARMUP,
     LONGEST_S,
@@ -50,9 +51,12 @@ def test_a_screen_of_two_that_are_far_apart_is_short() -> None:
 @pytest.mark.parametrize("queued", [16, 24, 32])
 def test_queues_turn_over_in_a_screen_too(queued: int) -> None:
     found = length(100, 1000, queued=queued, batches_per_step=1.0, warmup=5, screen=True, fill_read=True)
-    assert found.window == min(FILLS * queued, LONGEST_S) and found.warmup >= queued
+    assert found.window == min(FILLS * queued, LONGEST_S) and found.warmup == FILL_S
     proof = length(100, 1000, queued=queued, batches_per_step=1.0, warmup=5, screen=False, fill_read=True)
     assert proof.window == LONGEST_S, "a confirmation keeps its rule"
+    assert length(100, 1000, queued=queued, batches_per_step=1.0, warmup=5).warmup == queued, "queues nobody can read"
+    fast = length(100, 110, queued=queued, batches_per_step=1.0, warmup=5, screen=True, fill_read=True)
+    assert fast.warmup == queued, "and where it takes no longer"
 
 
 def test_less_warm_up_than_compiling_takes_is_not_done() -> None:

@@ -115,8 +115,19 @@ def test_a_full_disk_is_no_fault_of_ours_and_no_success(arguments: list[str], bu
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-m", "fastloop", *arguments], stdout=full, stderr=subprocess.PIPE,
                               text=True, check=False, env={**os.environ, "PYTHONUNBUFFERED": buffered})  # fmt: skip
-    assert "fastloop: got what it answers\n  why it cannot be written: No space" in done.stderr
+    assert "fastloop: got stdout\n  why it cannot be written: No space" in done.stderr
     assert "Traceback" not in done.stderr and done.returncode == 1
+
+
+@pytest.mark.parametrize("broken", [1, 0])
+def test_a_stdout_that_takes_nothing_costs_no_json(broken: int, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    command = [sys.executable, "-m", "fastloop", "recipes", "--json", str(told)]
+    with Path(os.devnull).open("r" if broken else "w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == broken and "Traceback" not in done.stderr and "fault" not in done.stderr
+    assert ("fastloop: got stdout\n  why it cannot be written: Bad file" in done.stderr) == bool(broken)
+    assert "cifar10" in told.read_text()
 
 
 @pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])

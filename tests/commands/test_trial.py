@@ -15,7 +15,7 @@ from fastloop.commands import trial
 from fastloop.commands.supervise import Limits
 from fastloop.commands.trial import Job, Trial, environment, finished, forget, run_trial
 from fastloop.errors import ConfigError
-from tests.commands.command_line import NET
+from tests.commands.command_line import NET, run
 
 SECRET = "sk-nobody-may-see-this"
 
@@ -63,6 +63,23 @@ def test_a_training_that_raised_and_no_secret_in_what_is_said(tmp_path: Path) ->
     assert "ValueError" in found.tail and found.measurement is not None and found.measurement["partial"] is True
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert finished(tmp_path) is None
+
+
+def test_checkpoints_elsewhere_are_left_alone_and_those_of_its_own_are_not(tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "last.ckpt"
+    mine.parent.mkdir()
+    mine.write_text("of the real run")
+    saving = net("run.max_steps=25", f"recipe.elsewhere={mine.parent}")
+    found = run_trial("arm", saving, tmp_path / "a")
+    assert found.ok and found.unsaved and finished(found.run_dir) == found
+    assert (found.run_dir / "checkpoints" / "last.ckpt").is_file()
+    gradients = run_trial("gradients", saving.but(variation="gradients"), tmp_path / "b")
+    assert gradients.ok, gradients.tail
+    assert [path.name for path in mine.parent.iterdir()] == ["last.ckpt"] and mine.read_text() == "of the real run"
+    assert not run_trial("arm", net("run.max_steps=25"), tmp_path / "c").unsaved, "nothing was saved there"
+    real = run("run", NET, *saving.overrides, cwd=tmp_path)
+    assert real.code == 0 and len(list(mine.parent.iterdir())) == 2, real.err
+    assert mine.read_bytes() != b"of the real run", "no trial: it writes as ever"
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ WORLD = dataclasses.replace(on_cpu(world_size=2), ranks=RANKS)
     (scene(20.0, trail=18.0), "NO BOTTLENECK FOUND"), (on_cpu(unexplained=10.0), "NO BOTTLENECK FOUND"),
     (on_cpu(callbacks_logging=20.0), "HELD UP BY CALLBACKS, LOGGING"),
     (on_cpu(callbacks_logging=20.0, hooks_ms={"Net.on_after_batch_transfer": 19.0}), "HELD UP BY A TRANSFER HOOK"),
+    (on_cpu(callbacks_logging=20.0, hooks_ms={"Net.lr_scheduler_step": 19.0}), "HELD UP BY THE LR SCHEDULER"),
     (on_cpu(callbacks_logging=3.9, host_other=3.9), "NO SINGLE BOTTLENECK"),
     (on_cpu(syncs=(LINE,)), "SYNCHRONISES: FREE ON THE CPU"),
     (cifar10_launches(syncs=(LINE,)), "STOPPED BY SYNCHRONISATIONS"),

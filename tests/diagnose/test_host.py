@@ -181,6 +181,15 @@ def test_a_batch_transfer_hook_is_not_to_be_called_less_often(hook: str, other: 
     assert ("your batch transfer hook" in finding.why) is theirs and ("log_every_n_steps" in finding.why) is not theirs
 
 
+@pytest.mark.parametrize(("other", "its_own"), [(1.0, True), (11.0, False)])
+def test_a_scheduler_is_not_told_to_log_less(other: float, its_own: bool) -> None:
+    hooks = {"Net.lr_scheduler_step": 10.0, "Slow.on_train_batch_start": other}
+    (finding,) = findings(on_cpu(callbacks_logging=20.0, hooks_ms=hooks))
+    assert finding.bottleneck == "callbacks_logging" and "Net.lr_scheduler_step 10.00 ms" in finding.why
+    assert (finding.title == "HELD UP BY THE LR SCHEDULER") is its_own and finding.patch is None
+    assert ('"interval": "epoch"' in finding.why) is its_own and ("log_every_n_steps" in finding.why) is not its_own
+
+
 @pytest.mark.parametrize(("step", "ms", "named"), [(40.0, 3.9, False), (40.0, 4.1, True), (1.0, 0.24, False),
                                                    (1.0, 0.26, True)])  # fmt: skip
 def test_the_price_of_a_progress_bar_is_not_named(step: float, ms: float, named: bool) -> None:

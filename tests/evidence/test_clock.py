@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastloop.evidence import clock as module
-from fastloop.evidence.clock import KEPT_STEPS, Clock, Window
+from fastloop.evidence.clock import KEPT_STEPS, LOT, Clock, Window
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -323,3 +323,53 @@ def test_validation_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     window = clock.close()
     assert window is not None and window.garbage_s == 0.0
     assert 1e3 * window.parts_s["validation"] * window.steps == pytest.approx(390)
+
+
+# -- where no device is to be asked -----------------------------------------------------------------------------------
+
+
+def test_marks_are_settled_in_lots_and_whenever_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock, watched = Machine(monkeypatch), Clock(CPU, warmup_steps=0), Clock(CPU, warmup_steps=0)
+    held = []
+    for step in range(200):
+        for each in (clock, watched):
+            drive(each, machine, 1, loader=3, launch=7)
+        assert watched.account.steps == step, "the step in which the window opens is none of it"
+        held.append(len(clock._waiting))
+    assert LOT <= max(held) <= LOT + 8 and min(held[100:]) < 8
+    seldom, always = clock.close(), watched.close()
+    assert seldom is not None and always is not None and seldom.steps == always.steps == 199
+    assert seldom.parts_s == pytest.approx(always.parts_s) and seldom.wall_s == pytest.approx(always.wall_s)
+
+
+def test_the_processor_is_asked_where_work_begins_and_ends_and_not_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    off_s, asked = 0.0, 0
+
+    def reading() -> float:
+        nonlocal asked
+        asked += 1
+        return off_s
+
+    monkeypatch.setattr(module, "off_cpu_s", reading)
+    for _ in range(7):  # all in detail
+        clock.ask()
+        off_s += 0.5  # waiting for data
+        clock.got()
+        for phase in ("optimizer", "forward"):
+            clock.enter(phase)
+            machine.launch(5, 0)
+            off_s += 0.002
+        clock.leave()
+        clock.enter("callbacks_logging")
+        machine.launch(5, 0)
+        off_s += 0.25  # a hook is none of it
+        clock.leave()
+        machine.launch(5, 0)
+        off_s += 0.003
+        clock.leave()
+        clock.issued()
+        clock.batch_done(8, step_ends=True)
+    window = clock.close()
+    assert window is not None and window.steps == 6 and asked == 7 * 4
+    assert window.blocked_s == pytest.approx(0.007)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastloop.evidence.clock import Clock
-from fastloop.evidence.parts import KEPT_STEPS, Account, Ring, Window
+from fastloop.evidence.parts import Account, Window
 from tests.evidence.test_clock import Machine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -244,13 +244,6 @@ def test_two_clocks_that_do_not_agree(monkeypatch: pytest.MonkeyPatch, rate: flo
     assert window is not None
     assert 1e3 * window.parts_s["data_wait"] == pytest.approx(28.0, abs=0.6)
     assert window.lead_s == pytest.approx(0.0, abs=2e-3)
-
-
-def test_a_ring_keeps_the_latest() -> None:
-    ring = Ring("q")
-    for number in range(KEPT_STEPS + 5):
-        ring.add(number)
-    assert sorted(ring.values) == list(range(5, KEPT_STEPS + 5))
 
 
 def test_no_window_without_a_whole_step_and_no_parts_without_detail() -> None:

@@ -73,7 +73,7 @@ def test_a_real_trace(tmp_path: Path) -> None:
     found = Training(wait_s=0.02).run(window)
     assert window.done and found["steps"] == 3
     assert [row.name for row in (tmp_path / "run").iterdir()] == [NAME], "no temporary files are left"
-    assert found == kernels.read(tmp_path / "run" / NAME, 3) | {"cost_s": found["cost_s"]}
+    assert found == kernels.read(tmp_path / "run" / NAME, 3) | {"asked_steps": 3, "cost_s": found["cost_s"]}
     families = found["families_ms"]
     assert families["gemm"] > 0 and families["optimizer"] > 0 and families["attention"] == 0
     assert 0 < found["busy_ms"] <= found["step_ms"] - 20, "waiting for data is no operator"
@@ -124,7 +124,7 @@ def test_a_training_that_ends_early(tmp_path: Path, steps: int, whole: int) -> N
         window.step()
     window.push("data_wait")  # and in the middle of a step
     found = window.end()
-    assert found.get("steps", 0) == whole
+    assert found.get("steps", 0) == whole and found.get("asked_steps", 3) == 3
     if not whole:
         assert found == {"skipped": "the training ended before a traced step was whole"}
     assert (tmp_path / NAME).is_file() == bool(whole)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.diagnose import findings
 from fastloop.measurement import Measurement
 from fastloop.records import Plan
 from fastloop.report import notes, summary
@@ -27,9 +28,26 @@ def test_a_trace_that_was_asked_for_and_is_not_there_is_said() -> None:
     assert lines[-1] == "NOTE     no trace: there can be one only"
 
 
+@pytest.mark.parametrize(("steps", "asked", "said"), [
+    (15, 20, ["the trace is of 15 steps, not 20: the training ended before"]),
+    (1, 20, ["the trace is of 1 step, not 20: the training ended before"]), (20, 20, []), (20, None, [])])  # fmt: skip
+def test_a_trace_of_fewer_steps_than_asked_for_is_said_to_be(steps: int, asked: int | None, said: list[str]) -> None:
+    assert notes.notes(seen(kernels={"steps": steps, "asked_steps": asked})) == said
+
+
 @pytest.mark.parametrize(("mean", "rare", "said"), [(8.1, 0.0, [UNEVEN]), (3.0, 0.0, []), (8.1, 6.0, [])])
 def test_means_of_a_few_long_steps_are_said_to_be(mean: float, rare: float, said: list[str]) -> None:
     assert notes.notes(seen(step_ms={"mean": mean, "median": 1.7}, parts_ms={"validation": rare})) == said
+
+
+@pytest.mark.parametrize(("parts", "pauses", "told"), [
+    ({}, {}, "the mean step is 4.8 times"), ({}, {"steps": 2, "ms_per_step": 6.0}, "2 of 40 steps took so long that"),
+    ({"callbacks_logging": 6.0}, {}, "NOTE     the mean step is 4.8 times")])  # fmt: skip
+def test_long_steps_are_told_of_once(parts: Any, pauses: Any, told: str) -> None:
+    run = seen(step_ms={"mean": 8.1, "median": 1.7}, parts_ms={"forward": 1.0, **parts}, device="cpu",
+               evidence={"pauses": pauses})  # fmt: skip
+    text = "\n".join(summary.lines(run, Plan(), [], findings(run)))
+    assert told in text and sum(text.count(words) for words in notes.LONG_STEPS) == 1, text
 
 
 def test_a_trial_that_is_slower_than_the_run_is_said() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -28,6 +29,8 @@ class Settings:
     """The rank that does it; -1: all."""
     mark: str | None = None
     api_key: str | None = None
+    elsewhere: str | None = None
+    """Where its checkpoints go, besides those below the run directory."""
 
 
 def build(settings: Settings) -> tuple[Net, Numbers]:
@@ -70,6 +73,12 @@ class Net(L.LightningModule):
         self.settings = settings
         self.net = torch.nn.Linear(4, 1)
         self.steps = 0
+
+    def configure_callbacks(self) -> list[Any]:
+        elsewhere = self.settings.elsewhere
+        wheres = [] if elsewhere is None else [(elsewhere, 1), (None, 5)]
+        return [ModelCheckpoint(dirpath=where, every_n_train_steps=every, save_last=True, enable_version_counter=False)
+                for where, every in wheres]  # fmt: skip
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         asked = self.settings
