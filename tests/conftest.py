@@ -22,8 +22,9 @@ _ALLOWED_VARIABLES = ("PYTEST_", "PL_", "COLUMNS", "LINES", "TORCHINDUCTOR", "_T
                       "TF2_BEHAVIOR", "MPLBACKEND", "TORCH_NCCL")  # fmt: skip
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; what is tested inherits it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # a job in the background, nohup; children inherit it
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(autouse=True)

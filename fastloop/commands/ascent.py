@@ -32,6 +32,7 @@ COPIES_SHOW = 0.01
 """Of the step without loading: copies that take less are not worth a trial without them."""
 PILOT_ENOUGH = 0.75
 """Of a window's seconds: a pilot that lasted so long need not be done again."""
+BESIDE = "from its runs, less their wait for data: workers load beside"
 REPEATED = "00-naive/as_it_is-again"
 """Where the start was measured again; noted, so that a later call finds it."""
 
@@ -107,6 +108,8 @@ class Ascent:
         costs = None if result.costs is None else dataclasses.asdict(result.costs)
         self.rows.append({**result.row, "costs": costs})
         self.costs = result.costs or self.costs
+        if result.costs is not None and result.costs.beside:
+            self.notes[f"replayed{TOP}"] = BESIDE
         self._save()
 
     # -- measuring ----------------------------------------------------------------------------------------------------

@@ -155,7 +155,9 @@ def _workers(known: Known) -> Iterator[Candidate]:
     if known.pct(costs.gap_ms) >= WORTH_PCT and not settings.get("persistent"):
         yield Candidate(rung="workers", key="workers-persistent", patches=(patch("workers", persistent=True),),
                         component="gap")  # fmt: skip
-    if costs.replayed_ms is not None and costs.core_ms > NEAR * costs.replayed_ms and _last_tuned(known) < known.height:
+    more = not costs.loaders_ms or max(count for count, _ in costs.loaders_ms) > settings.get("count", 0)
+    waits = costs.replayed_ms is not None and costs.core_ms > NEAR * costs.replayed_ms
+    if waits and more and _last_tuned(known) < known.height:
         yield Candidate(rung="workers", key="workers-count", patches=(), component="loader", tunes="workers")
 
 

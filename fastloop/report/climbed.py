@@ -76,14 +76,25 @@ def end_rate(content: Mapping[str, Any], end: str) -> float | None:
     return rate if rate is not None else _rate(samples_per_step(content), real(found.get("step_ms")))
 
 
-def ceilings(content: Mapping[str, Any], key: str = "ceilings_samples_per_s") -> list[tuple[str, float]]:
+def called(rung: Mapping[str, Any]) -> str:
+    """What was tried: the rung, or another way to set it, such as ``workers-persistent``."""
+    return str(rung.get("try") or rung.get("rung"))
+
+
+def ceilings(content: Mapping[str, Any], end: str = "") -> list[tuple[str, float]]:
     """Name and rate of each ceiling of the naive start that was measured, the lowest first.
 
     Args:
-        key: ``ceilings_top_samples_per_s`` for those of the top.
+        end: ``TOP`` for those of the top.
     """
-    found = [(said, real(part(content, key).get(name))) for name, said in CEILING.items()]
+    found = [(said, real(part(content, f"ceilings{end}_samples_per_s").get(name))) for name, said in CEILING.items()]
     return sorted(((said, rate) for said, rate in found if rate is not None), key=lambda entry: entry[1])
+
+
+def left(content: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The ceilings that the top stands under: with other arithmetic than the start's it may be above those of the
+    start."""
+    return ceilings(content, TOP) or ceilings(content)
 
 
 def notes(content: Mapping[str, Any]) -> dict[str, str]:
@@ -128,7 +139,7 @@ def off_by(content: Mapping[str, Any]) -> float | None:
 def table(content: Mapping[str, Any]) -> Table:
     """A row for each attempt."""
     rows = [
-        (f"{rung.get('rung')}{f' ({family})' if (family := rung.get('family')) else ''}",
+        (f"{called(rung)}{f' ({family})' if (family := rung.get('family')) else ''}",
          _change(rung), _ms(rung, "predicted_saved_ms"),
          _ms(rung, "measured_saved_ms"), between(rung), number(real(rung.get("prediction_error_pct")), "+,.0f"),
          _parity(rung), f"{'kept' if rung.get('kept') is True else 'rolled back'}: {rung.get('why') or 'n/a'}")

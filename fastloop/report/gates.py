@@ -24,12 +24,11 @@ def line(parity: Mapping[str, Any]) -> str:
     kind, gates = parity.get("class"), entries(parity, "gates")
     if not kind and not gates:
         return ""
-    if kind == "changes-training" and passed(parity) is not False:
-        head = "changes-training: none is claimed"
-    else:
-        head = f"{kind or 'n/a'}, {_PASSED[passed(parity)]}"
+    claimless = kind == "changes-training" and passed(parity) is not False
+    head = "not claimed" if claimless else f"{kind or 'n/a'}, {_PASSED[passed(parity)]}"
     said = ", ".join(_gate(gate) for gate in gates)
-    reason = parity.get("why") if not said or passed(parity) is not True else ""
+    reason = str(parity.get("why") or "").removeprefix("claims no parity: ") \
+        if not said or passed(parity) is not True else ""
     notes = [part(gate, "detail").get("note") for gate in gates if passed(gate)]
     return ": ".join(filter(None, [head, "; ".join(str(each) for each in (said, reason, *notes) if each)]))
 

@@ -29,14 +29,15 @@ CLOSING = "Only the confirmed ratio may be quoted: it comes from fresh runs that
 def lines(content: Mapping[str, Any]) -> list[str]:
     """What the terminal shows, verdict first: at most 14 lines, of climb.json's content."""
     kept, back = _sorted(content)
-    how = climbed.notes(content)
+    how, last = climbed.notes(content), dict(climbed.ceilings(content, climbed.TOP))
     limits = ", ".join(f"{name} {short(rate)}{f' ({how[name]})' if name in how else ''}"
                        for name, rate in climbed.ceilings(content))  # fmt: skip
+    at_top = f"; of the top {', '.join(map(short, last.values()))}" if last and kept else ""
     kinds: list[tuple[str, list[str]]] = [
         ("PROOF" if part(content, "confirmed") else "WHY", [_why(content)]), ("RATE", [_rates(content)]),
-        ("KEPT", [f"{rung.get('rung')}: {climbed.saved(rung)}" for rung in kept]),
-        ("BACK", [f"{rung.get('rung')}: {rung.get('why') or 'n/a'}" for rung in back]),
-        ("CEILINGS", [f"{limits} samples/s"] if limits else []), ("STOPPED", [_stopped(content)]),
+        ("KEPT", [f"{climbed.called(rung)}: {climbed.saved(rung)}" for rung in kept]),
+        ("BACK", [f"{climbed.called(rung)}: {rung.get('why') or 'n/a'}" for rung in back]),
+        ("CEILINGS", [f"{limits} samples/s{at_top}"] if limits else []), ("STOPPED", [_stopped(content)]),
         ("ON", [", ".join(machine(part(content, "hardware")))]), ("FILES", [str(content.get("run_dir") or "")]),
     ]  # fmt: skip
     kinds = [(kind, found) for kind, said in kinds if (found := [text for text in said if text])]
@@ -109,7 +110,7 @@ def _comments(said: Sequence[str], margin: str) -> str:
 def _figures(rung: Mapping[str, Any]) -> str:
     parity = gates.line(part(rung, "parity")) or "n/a"
     before, after = (short(real(rung.get(f"step_ms_{when}"))) for when in ("before", "after"))
-    return f"{rung.get('rung')}: {climbed.saved(rung)}, step {before} to {after} ms; parity {parity}"
+    return f"{climbed.called(rung)}: {climbed.saved(rung)}, step {before} to {after} ms; parity {parity}"
 
 
 def _sorted(content: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -137,9 +138,9 @@ def _why(content: Mapping[str, Any]) -> str:
     if kept:
         return f"Nothing is confirmed yet; {SCREEN}"
     if found := climbed.broken(back):
-        return f"Not the same training any more, though faster: {', '.join(str(rung.get('rung')) for rung in found)}"
+        return f"Not the same training any more, though faster: {', '.join(map(climbed.called, found))}"
     if (found := climbed.unanswered(back)) and not content.get("partial"):
-        return f"No answer on {', '.join(str(rung.get('rung')) for rung in found)}"
+        return f"No answer on {', '.join(map(climbed.called, found))}"
     return str(content.get("stopped") or "no rung was tried").removeprefix("nothing to gain: ")
 
 
@@ -160,8 +161,7 @@ def _stopped(content: Mapping[str, Any]) -> str:
 
 
 def _limits(content: Mapping[str, Any]) -> Table:
-    first, last = (dict(climbed.ceilings(content, key)) for key in ("ceilings_samples_per_s",
-                                                                    "ceilings_top_samples_per_s"))  # fmt: skip
+    first, last = (dict(climbed.ceilings(content, end)) for end in ("", climbed.TOP))
     rows = [(name, number(first.get(name)), number(last.get(name))) for name in {**first, **last}]
     but = "".join(f"; {name} {how}" for name, how in climbed.notes(content).items())
     note = f"Each from a trial with a cost taken away{but}. With other arithmetic the top may pass those of the start."
@@ -172,9 +172,9 @@ def _limits(content: Mapping[str, Any]) -> Table:
 def _sections(content: Mapping[str, Any]) -> tuple[Section, ...]:
     rungs = climbed.table(content)
     confirmed = part(content, "confirmed")
-    parity = gates.table([(str(rung.get("rung")), part(rung, "parity")) for rung in entries(content, "rungs")]
+    parity = gates.table([(climbed.called(rung), part(rung, "parity")) for rung in entries(content, "rungs")]
                          + ([("naive vs top", part(confirmed, "parity"))] if confirmed else []), "rung")  # fmt: skip
-    tuned = [f"{rung.get('rung')}: {', '.join(f'{key} = {value}' for key, value in part(rung, 'tuned').items())}"
+    tuned = [f"{climbed.called(rung)}: {', '.join(f'{key} = {value}' for key, value in part(rung, 'tuned').items())}"
              for rung in entries(content, "rungs") if part(rung, "tuned")]  # fmt: skip
     ended = _stopped(content)
     return (

@@ -127,6 +127,9 @@ def test_workers_are_counted_anew_once_more_is_asked_of_them() -> None:
     copies = [row(each, "small", at=2, predicted=0.0) for each in ("pin", "prefetch")]
     tried = [row("workers", "kept"), row("amp", "kept", at=1), *copies]
     assert key(choice(loads, *tried, stack=stack)) == "workers-count"
+    eight = {**stack, "workers": {"enabled": True, "count": 8}}
+    assert key(choice(loads.but(loaders_ms=((8, 88.0), (16, 60.0))), *tried, stack=eight)) == "workers-count"
+    assert isinstance(choice(loads.but(loaders_ms=((4, 160.0), (8, 88.0))), *tried, stack=eight), str), "no more to ask"
     counted = row("workers-count", "small", at=2)
     assert isinstance(choice(loads, *tried, counted, stack=stack), str)
     assert key(choice(loads, *tried, counted, row("layout", "kept", at=2), stack=stack)) == "workers-count"

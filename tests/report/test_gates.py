@@ -15,9 +15,10 @@ from tests.report.experiments import BROKEN, CLAIMLESS, HELD, UNKNOWN, gate
     [(HELD, "approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)"),
      (BROKEN, "approximate, FAILED: ledger equal, gradient 0.75 (limit 0.05) FAILED; the gradient differs"),
      (UNKNOWN, "approximate, could not tell: ledger equal, loss could not tell; the loss could not tell"),
-     (CLAIMLESS, "changes-training: none is claimed: the batch is another"), ({}, ""),
+     (CLAIMLESS, "not claimed: the batch is another"), ({}, ""),
+     ({**CLAIMLESS, "why": "claims no parity: it changes the training"}, "not claimed: it changes the training"),
      ({"class": "exact", "passed": None, "why": "not testable here"}, "exact, could not tell: not testable here")],
-    ids=["held", "broken", "unknown", "claimless", "nothing", "not-testable"])  # fmt: skip
+    ids=["held", "broken", "unknown", "claimless", "nothing", "claims-none", "not-testable"])  # fmt: skip
 def test_parity_in_a_line(parity: dict[str, Any], said: str) -> None:
     assert gates.line(parity) == said
 
