@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from . import _data
 
-
 WARM_UP_STEPS = 100
 
 

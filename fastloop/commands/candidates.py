@@ -25,6 +25,9 @@ AGAIN = ("small", "not_faster", UNDECIDED)
 """Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a gate
 that failed and a plan that says no stay what they are."""
 
+LOST_PCT = -50.0
+"""Of the step: what was predicted to make it so much longer is not tried again."""
+
 Component = Literal["loader", "replayed", "gap"]
 
 
@@ -201,5 +204,7 @@ def _is_open(key: str, known: Known) -> bool:
         return True
     if key == "workers-count":
         return True  # it says itself when there is something new to search for
-    again = made[-1]["ended"] == ODD or (made[-1]["ended"] in AGAIN and made[-1]["at"] < known.height)
+    last = made[-1]
+    lost = last["ended"] == "small" and known.pct(last["predicted_saved_ms"] or 0.0) < LOST_PCT
+    again = last["ended"] == ODD or (last["ended"] in AGAIN and last["at"] < known.height and not lost)
     return again and len(made) <= RETRIES

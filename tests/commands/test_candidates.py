@@ -106,6 +106,11 @@ def test_what_broke_is_not_tried_again(ended: str) -> None:
     assert key(choice(COMPUTES, *tried)) == "fused"
 
 
+@pytest.mark.parametrize(("predicted", "then"), [(-800.0, "fused"), (-700.0, "amp")])
+def test_what_would_cost_half_a_step_is_not_asked_again(predicted: float, then: str) -> None:
+    assert key(choice(COMPUTES, row("amp", "small", predicted=predicted), row("layout", "kept"))) == then
+
+
 def test_tf32_is_for_those_whom_bf16_breaks() -> None:
     found = choice(COMPUTES, row("amp", "parity"))
     assert isinstance(found, Candidate) and found.patches == ({"rungs": {"amp": {"enabled": True, "mode": "tf32"}}},)
