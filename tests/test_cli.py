@@ -131,7 +131,8 @@ MISTYPED = [
     ("rungs amps", "rung 'amps'", f"the rungs are {RUNGS}", "write amp"),
     ("rungs wurst", "rung 'wurst'", f"the rungs are {RUNGS}", "write one of them"),
     ("run cifar11", "'cifar11'", "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
-     "resnet50; ladders: bf16, full, safe; rungs: amp, batch, compile, fused, layout, overlap, pin, prefetch, workers",
+     "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, batch, "
+     "compile, fused, layout, overlap, pin, prefetch, workers",
      "write cifar10"),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),
     ("run nowhere/net.yaml", "'nowhere/net.yaml'", "there is no such file", "check the path; it starts at {cwd}"),

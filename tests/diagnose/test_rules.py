@@ -60,14 +60,21 @@ def test_runs_on_an_h200(row: dict[str, Any]) -> None:
         assert found[0].patch == {"rungs": {"workers": {"enabled": True}}}
 
 
-def test_a_run_whose_gpu_was_idle_for_two_thirds_is_not_called_busy() -> None:
-    content = json.loads((RESULTS.parent / "report_gpt2_full_h200_202611.json").read_text())
+def of_a_report(name: str) -> Finding:
+    """Of gpt2 under `full`, as an H200 measured it."""
+    content = json.loads((RESULTS.parent / f"report_{name}_h200_202611.json").read_text())
     names = {field.name for field in dataclasses.fields(Measurement)}
     seen = Measurement(**{key: value for key, value in content.items() if key in names}, device="cuda")
     (finding,) = findings(seen, ("amp", "layout", "compile", "fused", "batch"))
+    return finding
+
+
+def test_a_run_whose_gpu_was_idle_for_two_thirds_is_not_called_busy() -> None:
+    finding = of_a_report("gpt2_full_recompiled")
     assert finding.title == "NO BOTTLENECK FOUND" and finding.patch is None
     said = ("idle for another 617.7 of 945.6 ms", "mean step is 2.9 times the median", "67 samples/s as it is")
     assert [words for words in said if words not in finding.why] == []
+    assert of_a_report("gpt2_full").title == "BUSY, NOT FAST: ELEMENTWISE", "the control: the same without a recompile"
 
 
 # -- faults planted into a healthy run --------------------------------------------------------------------------------
