@@ -33,6 +33,7 @@ COPIES_SHOW = 0.01
 PILOT_ENOUGH = 0.75
 """Of a window's seconds: a pilot that lasted so long need not be done again."""
 BESIDE = "from its runs, less their wait for data: workers load beside"
+"""How the top's ceiling without loading came about; noted."""
 REPEATED = "00-naive/as_it_is-again"
 """Where the start was measured again; noted, so that a later call finds it."""
 

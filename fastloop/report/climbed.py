@@ -91,9 +91,8 @@ def ceilings(content: Mapping[str, Any], end: str = "") -> list[tuple[str, float
     return sorted(((said, rate) for said, rate in found if rate is not None), key=lambda entry: entry[1])
 
 
-def left(content: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The ceilings that the top stands under: with other arithmetic than the start's it may be above those of the
-    start."""
+def over_top(content: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The ceilings that the top stands under. With other arithmetic it may be above those of the start."""
     return ceilings(content, TOP) or ceilings(content)
 
 

@@ -29,15 +29,16 @@ CLOSING = "Only the confirmed ratio may be quoted: it comes from fresh runs that
 def lines(content: Mapping[str, Any]) -> list[str]:
     """What the terminal shows, verdict first: at most 14 lines, of climb.json's content."""
     kept, back = _sorted(content)
-    how, last = climbed.notes(content), dict(climbed.ceilings(content, climbed.TOP))
+    how = climbed.notes(content)
     limits = ", ".join(f"{name} {short(rate)}{f' ({how[name]})' if name in how else ''}"
                        for name, rate in climbed.ceilings(content))  # fmt: skip
-    at_top = f"; of the top {', '.join(map(short, last.values()))}" if last and kept else ""
+    at_top = ", ".join(f"{name} {short(rate)}" for name, rate in climbed.ceilings(content, climbed.TOP)) if kept else ""
+    limits += f"; of the top: {at_top}" if at_top else ""
     kinds: list[tuple[str, list[str]]] = [
         ("PROOF" if part(content, "confirmed") else "WHY", [_why(content)]), ("RATE", [_rates(content)]),
         ("KEPT", [f"{climbed.called(rung)}: {climbed.saved(rung)}" for rung in kept]),
         ("BACK", [f"{climbed.called(rung)}: {rung.get('why') or 'n/a'}" for rung in back]),
-        ("CEILINGS", [f"{limits} samples/s{at_top}"] if limits else []), ("STOPPED", [_stopped(content)]),
+        ("CEILINGS", [f"{limits} samples/s"] if limits else []), ("STOPPED", [_stopped(content)]),
         ("ON", [", ".join(machine(part(content, "hardware")))]), ("FILES", [str(content.get("run_dir") or "")]),
     ]  # fmt: skip
     kinds = [(kind, found) for kind, said in kinds if (found := [text for text in said if text])]

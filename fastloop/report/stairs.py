@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastloop.report import labels, svg
-from fastloop.report.climbed import Attempt, attempts, end_rate, left
+from fastloop.report.climbed import Attempt, attempts, end_rate, over_top
 from fastloop.report.document import drawn
 from fastloop.report.figures import Picture
 from fastloop.report.summary import short
@@ -29,7 +29,7 @@ def words(content: Mapping[str, Any]) -> str:
     """The picture in words."""
     said = [f"naive {short(end_rate(content, 'naive'))}"]
     said += [f"{step.name} {short(step.rate)}{'' if step.kept else ' (rolled back)'}" for step in attempts(content)]
-    said += [f"top {short(end_rate(content, 'top'))}", *(f"{name} {short(rate)}" for name, rate in left(content))]
+    said += [f"top {short(end_rate(content, 'top'))}", *(f"{name} {short(rate)}" for name, rate in over_top(content))]
     return f"Samples per second: {', '.join(said)}."
 
 
@@ -42,7 +42,7 @@ def picture(content: Mapping[str, Any], width: float) -> Any:
     top = end_rate(content, "top")
     level = _levels(naive, tried)[-1]
     make = _wide if width > 600 else _narrow
-    return make(naive, tried, level if top is None else top, left(content), width)
+    return make(naive, tried, level if top is None else top, over_top(content), width)
 
 
 def _levels(naive: float, tried: Sequence[Attempt]) -> list[float]:

@@ -13,7 +13,7 @@ from fastloop.commands.ascent import BESIDE, Ascent, pool
 from fastloop.commands.attempt import BaseFailed
 from fastloop.commands.budget import GRACE_S, Spent
 from fastloop.commands.lab import Seen
-from fastloop.commands.stack import Stack
+from fastloop.commands.stack import Stack, patch
 from fastloop.report.climbed import TOP
 from tests.commands.made_up_lab import BATCH, START_S, Disturbed, Machine, MadeUpLab, ascent
 
@@ -217,6 +217,28 @@ def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
     assert climb.notes["replayed"].startswith(f"no ceiling: the trial without these costs was slower twice, "
                                               f"{1e3 * BATCH / 140 / 1.4:.3g} samples/s")  # fmt: skip
     assert climb.ceilings["resident"] == pytest.approx(1e3 * BATCH / 130) and "resident" not in climb.notes
+
+
+def test_with_workers_of_ones_own_the_rest_is_what_the_run_shows() -> None:
+    """Predictions have them beside, so what they are held against has them too; the ceiling is a trial all the same."""
+    machine = Machine(decode_ms=80, own_workers=8, copy_ms=0, crowding=1.3, noise=0.0)
+    climb = ascent(MadeUpLab(machine))
+    climb._begin()
+    climb._fill_in()
+    assert climb.costs is not None and climb.costs.replayed_ms == pytest.approx(1.3 * 130)
+    assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 130)
+
+
+def test_a_confirmation_does_not_wait_for_queues_that_can_be_read() -> None:
+    climb = ascent(MadeUpLab(Machine(noise=0.0)))
+    climb._begin()
+    assert climb.costs is not None
+    lengths = []
+    for read in (True, False):
+        climb.costs = climb.costs.but(fill_read=read, workers=64)
+        climb.rows = [{"kept": True, "patch": patch("workers", count=64), "try": "workers"}]
+        lengths.append(climb._confirm_length())
+    assert lengths[0].warmup < lengths[1].warmup and lengths[0].window == lengths[1].window
 
 
 def test_a_ceiling_is_at_least_what_was_run() -> None:

@@ -305,6 +305,19 @@ def test_an_edited_recipe_is_not_resumed(pretend: Callable[..., Any]) -> None:
         asked(resume="a", conf=mine)
 
 
+@pytest.mark.parametrize(("before_s", "kept_s"), [(500.0, 400.0), (0.0, 0.0)])
+def test_the_time_of_earlier_calls_counts_for_the_proof(pretend: Callable[..., Any], before_s: float,
+                                                        kept_s: float) -> None:  # fmt: skip
+    pretend(runs=3)
+    asked(out="a")
+    left = json.loads(Path("a/climb.json").read_text())
+    Path("a/climb.json").write_text(json.dumps({**left, "spent_s": before_s}))
+    labs = pretend(runs=0)
+    asked(resume="a")
+    labs[-1].budget.reserve_s = 400.0
+    assert labs[-1].budget.kept_s == kept_s, "of a call of 600 s"
+
+
 def test_two_climbs_in_one_directory(pretend: Callable[..., Any], tmp_path: Path) -> None:
     labs = pretend()
     (tmp_path / "a").mkdir()

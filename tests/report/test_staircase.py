@@ -135,6 +135,16 @@ def test_a_ceiling_that_no_trial_has_measured_says_so() -> None:
     assert all("copies take 2 ms" in text[name] for name in ("report.md", "report.html"))
 
 
+def test_ceilings_and_ways_are_told_by_name() -> None:
+    content = CLIMBS["climbed"]() | {"ceilings_top_samples_per_s": {"replayed": 3100.0, "resident": 2900.0}}
+    content["rungs"][0]["try"] = "workers-persistent"
+    said = "\n".join(staircase.lines(content))
+    assert "CEILINGS replayed batches 2,697, resident batch 2,720; of the top: resident batch 2,900, replayed batches" \
+           " 3,100 samples/s" in said and "workers-persistent: saved" in said  # fmt: skip
+    assert "workers-persistent: saved" in staircase.ladder_yaml(content)
+    assert "of the top" not in "\n".join(staircase.lines(CLIMBS["climbed"]())), "where none is known"
+
+
 def test_ceilings_of_both_ends_stand_side_by_side() -> None:
     content = CLIMBS["climbed"]() | {"ceilings_top_samples_per_s": {"resident": 2650.0, "no_exchange": 2640.0}}
     table = ceilings(content)

@@ -59,6 +59,14 @@ def test_names_gains_reasons_and_ceilings_are_said() -> None:
     assert said.count("rolled back") == 3
 
 
+def test_the_top_stands_under_its_own_ceilings_where_they_are_known() -> None:
+    above = CLIMBS["climbed"]() | {"ceilings_top_samples_per_s": {"replayed": 3100.0, "resident": None}}
+    for markup in shown(above):
+        assert any("replayed batches 3,100" in text for text in texts(markup))
+        assert not any("2,697" in text for text in texts(markup)), "with other arithmetic it may be above the start's"
+    assert "replayed batches 3,100" in stairs.words(above) and "2,720" in stairs.words(CLIMBS["climbed"]())
+
+
 def test_every_prediction_has_a_mark_beside_the_legend_s() -> None:
     content = CLIMBS["climbed"]()
     for markup in shown(content):
