@@ -4,6 +4,9 @@ BIN := .venv/bin
 OUT := fastloop-runs/demo
 OLDEST := .venv/oldest
 
+# Where this is set, each of the many processes that tests start would compile all it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check oldest readme clean
 
 demo: .venv/.demo
@@ -14,9 +17,10 @@ demo: .venv/.demo
 	@echo "The pictures: $(OUT)/run/report.html (why it is slow) and $(OUT)/ab/report.html (what a rung gains)"
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: .venv/.dev
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo

@@ -28,11 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
-from fastloop.bridge import cost, eyes
-from fastloop.evidence import clock
-from fastloop.evidence.flops import FlopCount
-from fastloop.traces import kernels
-from fastloop.worked import worked
+from fastloop.bridge.watch import measurement, session
+from fastloop.evidence.clock import step_clock
+from fastloop.evidence.gpu.efficiency import add_work
+from fastloop.evidence.model.flops import FlopCount
+from fastloop.evidence.trace import kernel_account
 
 TRACED = 20
 PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "callbacks_logging")
@@ -48,7 +48,7 @@ class Transformer(L.LightningModule):
         self.blocks = torch.nn.ModuleList(
             torch.nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(depth)
-        )  # fmt: skip
+        )
         self.head = torch.nn.Linear(width, 1000)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -61,12 +61,21 @@ class Transformer(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def fit(module: L.LightningModule, loader: Any, steps: int, config: dict[str, Any], *,
-        callbacks: tuple[Callback, ...] = ()) -> FastLoop:  # fmt: skip
+def fit(
+    module: L.LightningModule, loader: Any, steps: int, config: dict[str, Any], *, callbacks: tuple[Callback, ...] = ()
+) -> FastLoop:
     loop = FastLoop(config, quiet=True)
-    trainer = L.Trainer(max_steps=steps, accelerator="gpu", devices=1, logger=False, enable_checkpointing=False,
-                        enable_progress_bar=False, enable_model_summary=False, precision="bf16-mixed",
-                        callbacks=[*callbacks, loop])  # fmt: skip
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="gpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        precision="bf16-mixed",
+        callbacks=[*callbacks, loop],
+    )
     trainer.fit(module, loader)
     return loop
 
@@ -76,7 +85,7 @@ class Both:
 
     def __init__(self, inner: Any, window: dict[str, Any]) -> None:
         self.inner, self.found_window, self.marks = inner, window, None
-        self.clock: clock.Clock | None = None
+        self.clock: step_clock.Clock | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -88,44 +97,65 @@ class Both:
     def begin(self) -> None:
         self.inner.begin()
         lead = self.inner.steps - TRACED
-        self.clock = self.marks.clock = clock.Clock(self.marks.clock.device, warmup_steps=max(0, lead - 1))
+        self.clock = self.marks.clock = step_clock.Clock(self.marks.clock.device, warmup_steps=max(0, lead - 1))
 
     def end(self) -> None:
         window = self.clock.close()
-        self.found_window.update({phase: 1e3 * s for phase, s in window.parts_s.items()}, steps=window.steps,
-                                 step=1e3 * window.wall_s / window.steps)  # fmt: skip
+        self.found_window.update(
+            {phase: 1e3 * s for phase, s in window.parts_s.items()},
+            steps=window.steps,
+            step=1e3 * window.wall_s / window.steps,
+        )
         self.inner.end()
 
 
 def parts(per_ms: float) -> None:
     """Events against the trace."""
-    cases = {"device": planted.CUDA_PLANTS["fp32_gemm"], "loader": planted.CUDA_PLANTS["loader"],
-             "hidden_loader": planted.CUDA_PLANTS["hidden_loader"], "launches": planted.CUDA_PLANTS["launches"],
-             "copies": planted.CUDA_PLANTS["unpinned"], "callback": planted.CUDA_PLANTS["callback"]}  # fmt: skip
-    clock.FIRST_IN_DETAIL = 10**9
-    made = eyes.Trace
+    cases = {
+        "device": planted.CUDA_PLANTS["fp32_gemm"],
+        "loader": planted.CUDA_PLANTS["loader"],
+        "hidden_loader": planted.CUDA_PLANTS["hidden_loader"],
+        "launches": planted.CUDA_PLANTS["launches"],
+        "copies": planted.CUDA_PLANTS["unpinned"],
+        "callback": planted.CUDA_PLANTS["callback"],
+    }
+    step_clock.FIRST_IN_DETAIL = 10**9
+    made = session.Trace
     for name, plant in cases.items():
         seen: dict[str, Any] = {}
-        eyes.Trace = lambda *args, _seen=seen: Both(made(*args), _seen)  # type: ignore[misc,assignment]
+        session.Trace = lambda *args, _seen=seen: Both(made(*args), _seen)  # type: ignore[misc,assignment]
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder)
-            eyes_place = FastLoop._place
-            FastLoop._place = lambda *_, _kept=kept: _kept  # type: ignore[method-assign,misc]
+            eyes_place = FastLoop._find_directory
+            FastLoop._find_directory = lambda *_, _kept=kept: _kept  # type: ignore[method-assign,misc]
             planted.train(plant, "cuda", per_ms=per_ms, config={"watch": {"warmup_steps": 10, "trace_steps": TRACED}})
-            FastLoop._place = eyes_place  # type: ignore[method-assign]
-            told = kernels.parts(kept / "trace.json.gz")
+            FastLoop._find_directory = eyes_place  # type: ignore[method-assign]
+            told = kernel_account.parts(kept / "trace.json.gz")
         limit = max(0.02 * told["step_ms"], 0.3)
         off = {phase: seen.get(phase, 0.0) - told["parts_ms"].get(phase, 0.0) for phase in PHASES}
         # A hook's range in the trace holds the making of its marks, which the events between them do not: what the host
         # does between two batches is compared as a whole.
         hooks, between = off.pop("callbacks_logging"), seen.get("host_other", 0.0) - told["between_ms"]
         off["between batches"] = hooks + between
-        print(json.dumps({"what": "parts", "case": name, "events_ms": seen, "trace_ms": told["parts_ms"],
-                          "trace_step_ms": told["step_ms"], "trace_between_ms": told["between_ms"], "off_ms": off,
-                          "limit_ms": limit, "right": all(abs(ms) <= limit for ms in off.values()),
-                          "steps": [seen.get("steps"), told["steps"]]}), flush=True)  # fmt: skip
-    eyes.Trace = made  # type: ignore[misc]
-    clock.FIRST_IN_DETAIL = 8
+        print(
+            json.dumps(
+                {
+                    "what": "parts",
+                    "case": name,
+                    "events_ms": seen,
+                    "trace_ms": told["parts_ms"],
+                    "trace_step_ms": told["step_ms"],
+                    "trace_between_ms": told["between_ms"],
+                    "off_ms": off,
+                    "limit_ms": limit,
+                    "right": all(abs(ms) <= limit for ms in off.values()),
+                    "steps": [seen.get("steps"), told["steps"]],
+                }
+            ),
+            flush=True,
+        )
+    session.Trace = made  # type: ignore[misc]
+    step_clock.FIRST_IN_DETAIL = 8
 
 
 def flops() -> None:
@@ -146,15 +176,37 @@ def flops() -> None:
         loop = fit(Transformer(kind), loader, 110, config)
         seen = loop.measurement
         if seen.flops.get("per_sample") is None:
-            seen = worked(seen, flops=trial)
+            seen = add_work(seen, flops=trial)
         shown[kind] = (seen.samples_per_s, seen.mfu["datasheet"])
-        print(json.dumps({"what": "flops", "kind": kind, "flops": dict(seen.flops), "samples_per_s": seen.samples_per_s,
-                          "tflop_per_s": seen.tflop_per_s, "mfu": dict(seen.mfu), "peaks": dict(seen.peaks),
-                          "took": [verdict.took for verdict in loop.verdicts]}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "what": "flops",
+                    "kind": kind,
+                    "flops": dict(seen.flops),
+                    "samples_per_s": seen.samples_per_s,
+                    "tflop_per_s": seen.tflop_per_s,
+                    "mfu": dict(seen.mfu),
+                    "peaks": dict(seen.peaks),
+                    "took": [verdict.took for verdict in loop.verdicts],
+                }
+            ),
+            flush=True,
+        )
     for kind in ("checkpointed", "compiled"):
         rate, mfu = (shown[kind][number] / shown["eager"][number] for number in (0, 1))
-        print(json.dumps({"what": "flops", "kind": f"{kind} over eager", "rate_ratio": rate, "mfu_ratio": mfu,
-                          "right": abs(rate / mfu - 1) < 0.01}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "what": "flops",
+                    "kind": f"{kind} over eager",
+                    "rate_ratio": rate,
+                    "mfu_ratio": mfu,
+                    "right": abs(rate / mfu - 1) < 0.01,
+                }
+            ),
+            flush=True,
+        )
 
 
 def marks() -> None:
@@ -167,10 +219,13 @@ def marks() -> None:
     torch.cuda.synchronize()
     loss = torch.zeros((), device=device)
     calls: dict[str, Callable[[], Any]] = {
-        "perf_counter": time.perf_counter, "current_stream": lambda: torch.cuda.current_stream(device),
-        "record": lambda: event.record(stream), "query": other.query, "elapsed_time": lambda: other.elapsed_time(other),
+        "perf_counter": time.perf_counter,
+        "current_stream": lambda: torch.cuda.current_stream(device),
+        "record": lambda: event.record(stream),
+        "query": other.query,
+        "elapsed_time": lambda: other.elapsed_time(other),
         "detach": loss.detach,
-    }  # fmt: skip
+    }
     spent = {}
     for name, call in calls.items():
         begun = time.perf_counter()
@@ -178,7 +233,7 @@ def marks() -> None:
             call()
         spent[name] = round((time.perf_counter() - begun) / 5000 * 1e6, 2)
         torch.cuda.synchronize()
-    steps = [round(cost.cost_us(device, 2000), 1) for _ in range(5)]
+    steps = [round(measurement.measure_cost_us(device, 2000), 1) for _ in range(5)]
     print(json.dumps({"what": "marks", "us": spent, "step_us": steps}), flush=True)
 
 
@@ -188,8 +243,17 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    print(json.dumps({"what": "eyes", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-                      "lightning": L.__version__}), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "what": "eyes",
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "lightning": L.__version__,
+            }
+        ),
+        flush=True,
+    )
     if "marks" in options.checks:
         marks()
     if "parts" in options.checks:

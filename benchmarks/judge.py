@@ -19,11 +19,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from fastloop.commands.arms import Ask, ConfigArm
-from fastloop.commands.supervise import Limits
-from fastloop.commands.trial import Job, finished
-from fastloop.compare import compare
-from fastloop.comparison import Outcome, Sample
+from fastloop.experiments.ab.arms import Ask, ConfigArm
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Job, finished
+from fastloop.judge.verdict import compare
+from fastloop.records.experiment import Outcome, Sample
 
 PAIRS, DRAWS = 5, 2000
 
@@ -36,16 +36,25 @@ def readings(rates: list[float], draws: int = DRAWS, seed: int = 0) -> dict[str,
     ratios: list[float] = []
     for _ in range(draws):
         chosen = [pair if draw.random() < 0.5 else pair[::-1] for pair in draw.sample(pairs, PAIRS)]
-        a, b = (Sample(name=name, samples_per_s=tuple(rates[pair[side]] for pair in chosen),
-                       places=tuple(pair[side] for pair in chosen))
-                for side, name in enumerate(("a", "b")))  # fmt: skip
+        a, b = (
+            Sample(
+                name=name,
+                samples_per_s=tuple(rates[pair[side]] for pair in chosen),
+                places=tuple(pair[side] for pair in chosen),
+            )
+            for side, name in enumerate(("a", "b"))
+        )
         found = compare(a, b, Outcome(passed=True))
         verdicts.append(found.verdict)
         ratios.append(found.ratio or math.nan)
     alarms = sum(verdict in ("faster", "slower") for verdict in verdicts)
-    return {"draws": draws, "alarms": alarms, "alarms_pct": 100 * alarms / draws,
-            "no_difference_pct": 100 * verdicts.count("no_difference") / draws,
-            "ratio_p5_p95": [sorted(ratios)[int(draws * share)] for share in (0.05, 0.95)]}  # fmt: skip
+    return {
+        "draws": draws,
+        "alarms": alarms,
+        "alarms_pct": 100 * alarms / draws,
+        "no_difference_pct": 100 * verdicts.count("no_difference") / draws,
+        "ratio_p5_p95": [sorted(ratios)[int(draws * share)] for share in (0.05, 0.95)],
+    }
 
 
 def main() -> None:
@@ -65,14 +74,37 @@ def main() -> None:
         ask = Ask(seed=0, steps=options.steps, warmup=options.warmup)
         folder = place / f"run-{number}"
         trial = finished(folder) or arm.run(f"run {number}", folder, ask, limits=Limits(total_s=600))
-        print(json.dumps({"what": "aa_run", "run": number, "samples_per_s": trial.samples_per_s, "cause": trial.cause,
-                          "seconds": round(trial.seconds, 1), "load": os.getloadavg()[0]}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "what": "aa_run",
+                    "run": number,
+                    "samples_per_s": trial.samples_per_s,
+                    "cause": trial.cause,
+                    "seconds": round(trial.seconds, 1),
+                    "load": os.getloadavg()[0],
+                }
+            ),
+            flush=True,
+        )
         if number and trial.samples_per_s is not None:
             rates.append(trial.samples_per_s)
     spread = statistics.stdev(map(math.log, rates))
-    print(json.dumps({"what": "aa", "conf": options.conf, "set": options.set, "steps": options.steps, "n": len(rates),
-                      "spread_pct": 100 * spread, "median_samples_per_s": statistics.median(rates),
-                      **readings(rates)}), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "what": "aa",
+                "conf": options.conf,
+                "set": options.set,
+                "steps": options.steps,
+                "n": len(rates),
+                "spread_pct": 100 * spread,
+                "median_samples_per_s": statistics.median(rates),
+                **readings(rates),
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -75,9 +75,16 @@ def microseconds(callbacks: list[Callback], steps: int, device: str, busy_cycles
                 marks.append(time.perf_counter())
 
     loader = DataLoader(TensorDataset(torch.randn(steps, 8)), batch_size=1)
-    trainer = L.Trainer(max_steps=steps, accelerator="gpu" if device == "cuda" else "cpu", devices=1, logger=False,
-                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                        callbacks=callbacks)  # fmt: skip
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
     trainer.fit(Marks(busy_cycles), loader)
     return (marks[1] - marks[0]) / (steps - 1 - steps // 10) * 1e6
 
@@ -113,13 +120,25 @@ def main() -> None:
     for name, values in spent.items():
         paired = [value - base for value, base in zip(values, spent["empty Callback"], strict=True)]
         low, high = interval(paired)
-        print(json.dumps({
-            "what": "overhead", "case": name, "us_per_step": round(statistics.median(values), 2),
-            "over_empty_callback_us": round(statistics.median(paired), 2), "ci95_us": [round(low, 2), round(high, 2)],
-            "rounds": options.rounds, "steps": options.steps, "busy_ms": options.busy_ms,
-            "device": torch.cuda.get_device_name() if cuda else "cpu", "peak_bytes": peak_bytes[name] if cuda else None,
-            "lightning": L.__version__, "torch": torch.__version__,
-        }), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "what": "overhead",
+                    "case": name,
+                    "us_per_step": round(statistics.median(values), 2),
+                    "over_empty_callback_us": round(statistics.median(paired), 2),
+                    "ci95_us": [round(low, 2), round(high, 2)],
+                    "rounds": options.rounds,
+                    "steps": options.steps,
+                    "busy_ms": options.busy_ms,
+                    "device": torch.cuda.get_device_name() if cuda else "cpu",
+                    "peak_bytes": peak_bytes[name] if cuda else None,
+                    "lightning": L.__version__,
+                    "torch": torch.__version__,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

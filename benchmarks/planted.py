@@ -81,9 +81,10 @@ CUDA_PLANTS: dict[str, Plant] = {
     "elementwise": Plant(expected=("memory_bound",), work="elementwise", steps=1500),
     "unpinned": Plant(expected=("h2d",), work="copies", batch=1, steps=150),
     "checkpoint": Plant(expected=("checkpoint",), device_ms=10, checkpoints=True, width=2048),
-    "loader+callback": Plant(expected=("data_wait", "callbacks_logging"), device_ms=20, collate_s=0.050,
-                             callback_s=0.045),
-}  # fmt: skip
+    "loader+callback": Plant(
+        expected=("data_wait", "callbacks_logging"), device_ms=20, collate_s=0.050, callback_s=0.045
+    ),
+}
 
 
 class Samples(Dataset[Any]):
@@ -109,8 +110,9 @@ class Planted(L.LightningModule):
         super().__init__()
         self.plant, self.cycles = plant, int(cycles_per_ms * plant.device_ms)
         wide = {"gemm": 4096, "launches": 64}.get(plant.work, plant.width)
-        self.net = torch.nn.Sequential(torch.nn.Linear(wide, 4 * plant.width), torch.nn.ReLU(),
-                                       torch.nn.Linear(4 * plant.width, 10))  # fmt: skip
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(wide, 4 * plant.width), torch.nn.ReLU(), torch.nn.Linear(4 * plant.width, 10)
+        )
         if plant.work == "gemm":
             self.net = torch.nn.Sequential(*[torch.nn.Linear(wide, wide) for _ in range(4)], torch.nn.Linear(wide, 10))
         if plant.work == "elementwise":
@@ -158,8 +160,11 @@ class Sleepy(Callback):
         time.sleep(self.seconds)
 
 
-SLOW_RANK = Plant(expected=("straggler",), slow_rank_s=0.010,
-                  trainer={"strategy": "ddp", "devices": 2, "use_distributed_sampler": False})  # fmt: skip
+SLOW_RANK = Plant(
+    expected=("straggler",),
+    slow_rank_s=0.010,
+    trainer={"strategy": "ddp", "devices": 2, "use_distributed_sampler": False},
+)
 EVEN_RANKS = Plant(expected=(), trainer=SLOW_RANK.trainer)
 
 
@@ -174,11 +179,13 @@ def cycles_per_ms() -> float:
     return 1e8 / begin.elapsed_time(end)
 
 
-def train(plant: Plant, device: str = "cpu", *, per_ms: float = 0.0, config: dict[str, Any] | None = None,
-          hunt: bool = False) -> FastLoop:  # fmt: skip
+def train(
+    plant: Plant, device: str = "cpu", *, per_ms: float = 0.0, config: dict[str, Any] | None = None, hunt: bool = False
+) -> FastLoop:
     """One watched training; the callback holds what was seen."""
     collate: Callable[[Any], Any] = default_collate
     if plant.collate_s:
+
         def collate(rows: Any) -> Any:
             time.sleep(plant.collate_s)
             return default_collate(rows)
@@ -190,11 +197,16 @@ def train(plant: Plant, device: str = "cpu", *, per_ms: float = 0.0, config: dic
         if plant.checkpoints:
             callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1))
         trainer = L.Trainer(
-            max_steps=plant.steps, accelerator="gpu" if device == "cuda" else "cpu",
-            logger=CSVLogger(folder) if plant.logs else False, log_every_n_steps=1,
-            enable_checkpointing=plant.checkpoints, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[*callbacks, loop], **{"devices": 1, **plant.trainer},
-        )  # fmt: skip
+            max_steps=plant.steps,
+            accelerator="gpu" if device == "cuda" else "cpu",
+            logger=CSVLogger(folder) if plant.logs else False,
+            log_every_n_steps=1,
+            enable_checkpointing=plant.checkpoints,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[*callbacks, loop],
+            **{"devices": 1, **plant.trainer},
+        )
         whole = plant.work == "copies"
         loader = DataLoader(Samples(plant), None if whole else plant.batch, collate_fn=None if whole else collate)
         trainer.fit(Planted(plant, per_ms), loader)
@@ -215,14 +227,24 @@ def is_right(plant: Plant, found: list[str]) -> bool:
 def line(name: str, number: int, plant: Plant, loop: FastLoop) -> dict[str, Any]:
     seen, found = loop.measurement, named(loop)
     return {
-        "what": "planted", "plant": name, "run": number, "expected": list(plant.expected), "named": found,
-        "right": is_right(plant, found), "shares_pct": [finding.share_pct for finding in loop.findings],
-        "why": loop.findings[0].why if loop.findings else None, "steps": seen.steps, "step_ms": seen.step_ms["mean"],
-        "parts_ms": dict(seen.parts_ms), "lead_ms": seen.lead_ms, "trail_ms": seen.trail_ms,
-        "blocked_ms": seen.blocked_ms, "syncs": list(seen.syncs)[:3],
+        "what": "planted",
+        "plant": name,
+        "run": number,
+        "expected": list(plant.expected),
+        "named": found,
+        "right": is_right(plant, found),
+        "shares_pct": [finding.share_pct for finding in loop.findings],
+        "why": loop.findings[0].why if loop.findings else None,
+        "steps": seen.steps,
+        "step_ms": seen.step_ms["mean"],
+        "parts_ms": dict(seen.parts_ms),
+        "lead_ms": seen.lead_ms,
+        "trail_ms": seen.trail_ms,
+        "blocked_ms": seen.blocked_ms,
+        "syncs": list(seen.syncs)[:3],
         "gpu": {key: value for key, value in seen.gpu.items() if value is not None},
         "watch_us_per_step": seen.watch_us_per_step,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -246,8 +268,20 @@ def main() -> None:
             print(json.dumps(found), flush=True)
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     for name, count in right.items():
-        print(json.dumps({"what": "planted", "plant": name, "right": count, "n": options.repeats, "gpu": gpu,
-                          "torch": torch.__version__, "lightning": L.__version__}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "what": "planted",
+                    "plant": name,
+                    "right": count,
+                    "n": options.repeats,
+                    "gpu": gpu,
+                    "torch": torch.__version__,
+                    "lightning": L.__version__,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

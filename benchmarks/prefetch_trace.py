@@ -102,16 +102,30 @@ def run(prefetch: bool, mib: int, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     rungs = {"prefetch": {"enabled": True}} if prefetch else {}
     trace, loop = Trace(steps), FastLoop({"rungs": rungs, "watch": {"warmup_steps": steps // 3}}, quiet=True)
-    trainer = L.Trainer(max_steps=steps, accelerator="gpu", devices=1, callbacks=[loop, trace], logger=False,
-                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="gpu",
+        devices=1,
+        callbacks=[loop, trace],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Net(), DataLoader(Ready(mib, steps), batch_size=None))
     copies, kernels = union(spans(trace.profiler, copies=True)), union(spans(trace.profiler, copies=False))
     total, hidden, count = sum(end - start for start, end in copies), overlap(copies, kernels), trace.last - trace.first
-    return {"what": "prefetch_trace", "prefetch": prefetch, "mib_per_batch": mib, "traced_steps": count,
-            "step_ms": trace.step_ms, "copy_ms_per_step": total / 1e3 / count,
-            "hidden_pct": 100 * hidden / total if total else None,
-            "exposed_copy_ms_per_step": (total - hidden) / 1e3 / count,
-            "verdicts": [verdict.why for verdict in loop.verdicts]}  # fmt: skip
+    return {
+        "what": "prefetch_trace",
+        "prefetch": prefetch,
+        "mib_per_batch": mib,
+        "traced_steps": count,
+        "step_ms": trace.step_ms,
+        "copy_ms_per_step": total / 1e3 / count,
+        "hidden_pct": 100 * hidden / total if total else None,
+        "exposed_copy_ms_per_step": (total - hidden) / 1e3 / count,
+        "verdicts": [verdict.why for verdict in loop.verdicts],
+    }
 
 
 def main() -> None:
@@ -127,8 +141,10 @@ def main() -> None:
             results[prefetch].append(run(prefetch, options.mib, options.steps))
             print(json.dumps(results[prefetch][-1]), flush=True)
     for prefetch, rows in results.items():
-        middle = {key: statistics.median(row[key] for row in rows)
-                  for key in ("step_ms", "copy_ms_per_step", "hidden_pct", "exposed_copy_ms_per_step")}  # fmt: skip
+        middle = {
+            key: statistics.median(row[key] for row in rows)
+            for key in ("step_ms", "copy_ms_per_step", "hidden_pct", "exposed_copy_ms_per_step")
+        }
         where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lightning": L.__version__}
         print(json.dumps({"what": "prefetch_trace summary", "prefetch": prefetch, "n": len(rows), **middle, **where}))
 

@@ -3,8 +3,8 @@
     python benchmarks/recipes.py resnet50 --runs 3 [--data DIR] [--steps 40] [--arms naive,safe,full,resident]
 
 Every run is a fresh process; arms take turns, in an order shuffled each round. `resident` is `full` on batches that
-are on the device and never move (no data, no copy), see fastloop/bridge/ceilings.py. One JSON line per run, then one
-per arm with the median and a t interval of log(rate) over its runs. No parity is checked here.
+are on the device and never move (no data, no copy), see fastloop/bridge/trials/ceilings.py. One JSON line per run, then
+one per arm with the median and a t interval of log(rate) over its runs. No parity is checked here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from scipy import stats
 
-from fastloop.commands.supervise import Limits
-from fastloop.commands.trial import Job, run_trial
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Job, run_trial
 
 LIMIT_S = 420
 DATA = {"resnet50": "imagenet-sample.tar", "cifar10": "cifar10-jpg.tar", "gpt2": "tinyshakespeare.txt"}
 FULL = {
-    "resnet50": ["rungs.batch.micro_batch=256"],
-    "gpt2": ["rungs.batch.micro_batch=64"],
+    "resnet50": ["rungs.batch.enabled=true", "rungs.batch.micro_batch=256"],
+    "gpt2": ["rungs.batch.enabled=true", "rungs.batch.micro_batch=64"],
     "cifar10": ["rungs.batch.enabled=false"],
 }
 LONGER = {"naive": 1, "safe": 2, "full": 4, "resident": 4}
@@ -38,14 +38,24 @@ ARMS = {"naive": [], "safe": ["safe"], "full": ["full"], "resident": ["full"]}
 def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One run in a fresh process; its measurement, or what went wrong."""
     steps = options.steps * LONGER[arm]
-    overrides = [f"run.max_steps={steps}", f"watch.warmup_steps={options.warmup}", f"run.seed={seed}",
-                 f"recipe.size={options.size}", "trainer.logger=false", "trainer.limit_val_batches=0"]  # fmt: skip
+    overrides = [
+        f"run.max_steps={steps}",
+        f"watch.warmup_steps={options.warmup}",
+        f"run.seed={seed}",
+        f"recipe.size={options.size}",
+        "trainer.logger=false",
+        "trainer.limit_val_batches=0",
+    ]
     if options.data:
         overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
     if arm in ("full", "resident"):
         overrides += FULL[recipe]
-    job = Job(conf=recipe, more=tuple(ARMS[arm]), overrides=tuple(overrides),
-              variation="resident" if arm == "resident" else "as_it_is")  # fmt: skip
+    job = Job(
+        conf=recipe,
+        more=tuple(ARMS[arm]),
+        overrides=tuple(overrides),
+        variation="resident" if arm == "resident" else "as_it_is",
+    )
     with tempfile.TemporaryDirectory() as folder:
         trial = run_trial(arm, job, Path(folder), limits=Limits(total_s=LIMIT_S))
         written = json.loads((Path(folder) / "verdicts.json").read_text()) if trial.ok else {}
@@ -53,12 +63,17 @@ def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[s
         return {"error": f"{trial.cause}: {trial.tail[-600:]}"}
     seen, verdicts = trial.measurement, written["verdicts"]
     return {
-        "samples_per_s": seen["samples_per_s"], "step_ms": seen["step_ms"], "lead_ms": seen["lead_ms"],
-        "data_wait_ms": seen["parts_ms"]["data_wait"], "peak_gib": seen["peak_gib"], "steps": seen["steps"],
-        "window_too_short": seen["window_too_short"], "loss_last": seen["loss"][-1] if seen["loss"] else None,
+        "samples_per_s": seen["samples_per_s"],
+        "step_ms": seen["step_ms"],
+        "lead_ms": seen["lead_ms"],
+        "data_wait_ms": seen["parts_ms"]["data_wait"],
+        "peak_gib": seen["peak_gib"],
+        "steps": seen["steps"],
+        "window_too_short": seen["window_too_short"],
+        "loss_last": seen["loss"][-1] if seen["loss"] else None,
         "took": [verdict["rung"] for verdict in verdicts if verdict["took"]],
         "inactive": {verdict["rung"]: verdict["why"] for verdict in verdicts if not verdict["took"]},
-    }  # fmt: skip
+    }
 
 
 def summarise(arm: str, rates: list[float], versions: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -66,16 +81,25 @@ def summarise(arm: str, rates: list[float], versions: dict[str, Any], options: a
     half = stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
     middle = statistics.mean(logs)
     interval = None if half is None else [math.exp(middle - half), math.exp(middle + half)]
-    return {"what": "recipes", "recipe": options.recipe, "arm": arm, "n": len(rates),
-            "samples_per_s": statistics.median(rates), "ci95": interval,
-            "steps": options.steps * LONGER[arm], "warmup": options.warmup, "data": bool(options.data),
-            "size": options.size, **versions}  # fmt: skip
+    return {
+        "what": "recipes",
+        "recipe": options.recipe,
+        "arm": arm,
+        "n": len(rates),
+        "samples_per_s": statistics.median(rates),
+        "ci95": interval,
+        "steps": options.steps * LONGER[arm],
+        "warmup": options.warmup,
+        "data": bool(options.data),
+        "size": options.size,
+        **versions,
+    }
 
 
 def environment() -> dict[str, Any]:
     import torch
 
-    from fastloop.facts import versions
+    from fastloop.evidence.machine import versions
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     shown = ("torch", "lightning", "python", "torchvision", "fastloop")

@@ -21,28 +21,73 @@ from pathlib import Path
 from recipes import DATA, FULL
 
 LIMIT_S = 480
-STEPS = {"resnet50:naive": (40, 6), "resnet50:full": (170, 20), "gpt2:naive": (14, 4), "gpt2:full": (70, 10),
-         "cifar10:naive": (420, 30), "cifar10:full": (1400, 60)}  # fmt: skip
+STEPS = {
+    "resnet50:naive": (40, 6),
+    "resnet50:full": (170, 20),
+    "gpt2:naive": (14, 4),
+    "gpt2:full": (70, 10),
+    "cifar10:naive": (420, 30),
+    "cifar10:full": (1400, 60),
+}
 """Optimizer steps and warm-up: windows of ten seconds or more, for the energy counter."""
-KEPT = ("samples_per_s", "step_ms", "parts_ms", "lead_ms", "trail_ms", "gpu", "tflop_per_s", "mfu", "flops", "peaks",
-        "joule_per_sample", "joule_error_pct", "kernels", "syncs", "ceilings", "peak_gib", "watch_us_per_step", "steps",
-        "window_too_short", "state")  # fmt: skip
+KEPT = (
+    "samples_per_s",
+    "step_ms",
+    "parts_ms",
+    "lead_ms",
+    "trail_ms",
+    "gpu",
+    "tflop_per_s",
+    "mfu",
+    "flops",
+    "peaks",
+    "joule_per_sample",
+    "joule_error_pct",
+    "kernels",
+    "syncs",
+    "ceilings",
+    "peak_gib",
+    "watch_us_per_step",
+    "steps",
+    "window_too_short",
+    "state",
+)
 
 
 def diagnose(case: str, options: argparse.Namespace, folder: Path) -> subprocess.CompletedProcess[str]:
     recipe, _, arm = case.partition(":")
     steps, warmup = STEPS[case]
     steps = max(12, steps // options.devices)
-    overrides = [f"run.max_steps={steps}", f"watch.warmup_steps={warmup}", f"run.devices={options.devices}",
-                 "trainer.logger=false", "trainer.limit_val_batches=0", "watch.usd_per_gpu_hour=3.0"]  # fmt: skip
+    overrides = [
+        f"run.max_steps={steps}",
+        f"watch.warmup_steps={warmup}",
+        f"run.devices={options.devices}",
+        "trainer.logger=false",
+        "trainer.limit_val_batches=0",
+        "watch.usd_per_gpu_hour=3.0",
+    ]
     if options.data:
         overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
     if arm == "full":
         overrides += FULL[recipe]
-    command = [sys.executable, "-m", "fastloop", "diagnose", recipe, *overrides, "--syncs", "--trace", "3",
-               "--out", str(folder), *(["--config", "full"] if arm == "full" else [])]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent.parent),
-                                                                os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "fastloop",
+        "diagnose",
+        recipe,
+        *overrides,
+        "--syncs",
+        "--trace",
+        "3",
+        "--out",
+        str(folder),
+        *(["--config", "full"] if arm == "full" else []),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]),
+    }
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
 
 
@@ -56,8 +101,15 @@ def keep(case: str, options: argparse.Namespace, folder: Path) -> dict[str, obje
     told = json.loads((folder / "findings.json").read_text())
     found = {key: seen.get(key) for key in KEPT}
     ranks = [{key: rank.get(key) for key in ("rank", "step_ms", "parts_ms")} for rank in seen.get("ranks") or []]
-    content = {"what": "report", "case": case, "devices": options.devices, "findings": told["findings"], **found,
-               "ranks": ranks, "environment": json.loads((folder / "env.json").read_text())}  # fmt: skip
+    content = {
+        "what": "report",
+        "case": case,
+        "devices": options.devices,
+        "findings": told["findings"],
+        **found,
+        "ranks": ranks,
+        "environment": json.loads((folder / "env.json").read_text()),
+    }
     (Path(options.out) / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     return {"named": [finding["bottleneck"] for finding in told["findings"]], "samples_per_s": seen["samples_per_s"]}
 
@@ -81,8 +133,18 @@ def main() -> None:
                     found |= keep(case, options, folder)
             except subprocess.TimeoutExpired:
                 found = {"rc": None, "said": [f"over {LIMIT_S} s"]}
-        print(json.dumps({"what": "report", "case": case, "devices": options.devices,
-                          "took_s": round(time.monotonic() - began), **found}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "what": "report",
+                    "case": case,
+                    "devices": options.devices,
+                    "took_s": round(time.monotonic() - began),
+                    **found,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""fastloop finds out why a Lightning training loop does not fill its GPU, applies the fix and proves it.
+"""fastloop finds out why a Lightning training loop leaves its GPU idle, applies the fix and proves it.
 
 Importing this package costs nothing: torch and Lightning are imported on first access to a name that needs them.
 """
@@ -9,19 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastloop.bridge.callback import FastLoop as FastLoop
+    from fastloop.bridge.fit.callback import FastLoop as FastLoop
     from fastloop.errors import ConfigError as ConfigError
     from fastloop.errors import FastLoopError as FastLoopError
     from fastloop.ladder import Ladder as Ladder
-    from fastloop.measurement import Measurement as Measurement
-    from fastloop.records import Finding as Finding
-    from fastloop.records import Plan as Plan
-    from fastloop.records import Verdict as Verdict
+    from fastloop.records.measurement import Measurement as Measurement
+    from fastloop.records.plan import Finding as Finding
+    from fastloop.records.plan import Plan as Plan
+    from fastloop.records.plan import Verdict as Verdict
 
 __version__ = "0.1.0"
 
-_HOMES = {"ConfigError": "errors", "FastLoop": "bridge.callback", "FastLoopError": "errors", "Finding": "records",
-          "Ladder": "ladder", "Measurement": "measurement", "Plan": "records", "Verdict": "records"}  # fmt: skip
+_HOMES = {
+    "ConfigError": "errors",
+    "FastLoop": "bridge.fit.callback",
+    "FastLoopError": "errors",
+    "Finding": "records.plan",
+    "Ladder": "ladder",
+    "Measurement": "records.measurement",
+    "Plan": "records.plan",
+    "Verdict": "records.plan",
+}
 __all__ = ["ConfigError", "FastLoop", "FastLoopError", "Finding", "Ladder", "Measurement", "Plan", "Verdict"]
 
 

@@ -33,5 +33,15 @@ class NotApplicable(Exception):
     """Raised inside ``plan`` or an action: this rung cannot apply here; the message is the reason shown to the user."""
 
 
+def require_positive(key: str, value: object, *, why: str, do: str) -> None:
+    """Raise `ConfigError` where a rung's number is below 1; ``auto`` and None are let through.
+
+    Args:
+        key: of the setting, below ``rungs``: ``workers.count``.
+    """
+    if isinstance(value, int) and value < 1:
+        raise ConfigError(key=key, got=f"{key}={value}", why=why, do=do)
+
+
 def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | None) -> FastLoopError:
     return kind(got=got, why=why, do=do, key=key)

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Change, Facts, Plan, Step, Verdict
+from fastloop.records.card import Cards
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Change, Plan, Step, Verdict
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.batch import Batch
 from fastloop.rungs.compile import Compile
@@ -56,6 +58,11 @@ class Ladder:
         for field in dataclasses.fields(self):
             yield field.name, getattr(self, field.name)
 
+    @property
+    def start_method(self) -> str:
+        """How worker processes are to start; auto = as the loader or the platform has it."""
+        return self.workers.start_method
+
     def enabled(self) -> tuple[str, ...]:
         """Names of the rungs that are switched on."""
         return tuple(name for name, rung in self.rungs() if rung.enabled)
@@ -75,8 +82,11 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
         step = _plan_one(name, rung, facts)
         for key in _keys(step):
             if key in owners:
-                raise ConfigError(got=f"rungs `{owners[key]}` and `{name}` both set {key}",
-                                  why="a setting has one owner", do="turn one of the two off")  # fmt: skip
+                raise ConfigError(
+                    got=f"rungs `{owners[key]}` and `{name}` both set {key}",
+                    why="a setting has one owner",
+                    do="turn one of the two off",
+                )
             owners[key] = name
         facts = facts.after(step.change.facts)
         steps.append(step)
@@ -109,6 +119,17 @@ def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]
             verdict = Verdict(took=False, why=step.reason or "not planned")
         verdicts.append(dataclasses.replace(verdict, rung=step.rung, parity_class=step.change.parity))
     return tuple(verdicts)
+
+
+def cards() -> Cards:
+    """The cards of all rungs, in the ladder's order: the ``CARD`` in each one's file."""
+    return {name: vars(inspect.getmodule(type(rung)))["CARD"] for name, rung in Ladder().rungs()}
+
+
+def regroups(rungs: Iterable[str]) -> bool:
+    """Whether one of these makes an optimizer step of other micro-batches than the loader's."""
+    known = cards()
+    return any(rung in known and known[rung].regroups for rung in rungs)
 
 
 def manual(name: str) -> str:

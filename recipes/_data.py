@@ -1,12 +1,12 @@
-"""Where a recipe's data comes from: a path of yours, or data made once on this machine; the network is never needed.
+"""Where a recipe's data comes from: your own path, or data generated once on this machine. No network is needed.
 
-    recipe.data=null            made once under $XDG_CACHE_HOME/fastloop/data (~/.cache without it) by ``_made.py``
+    recipe.data=null            generated once under $XDG_CACHE_HOME/fastloop/data (~/.cache without it) by ``_made.py``
     recipe.data=photos/         a folder per class, or train/ and val/ (or test/) that hold a folder per class
     recipe.data=photos.tar      a tar of such a folder, unpacked once into that same place
     recipe.data=book.txt        for the language model: a text, one token per byte
 
-Whatever lands in the cache is made in a temporary folder beside its place and then moved there whole, so an interrupted
-run leaves nothing half made, and of two processes that make the same thing at once one wins and both go on.
+Everything in the cache is created in a temporary folder and then moved into place as a whole. So an interrupted run
+leaves nothing half done, and of two processes that create the same data at once, one wins and both go on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from . import _made
 PICTURES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # what ImageFolder reads
 SIZES = ("default", "tiny")
 VAL_EVERY = 10
-"""Where the pictures come without a split, every tenth one is kept for validation."""
+"""Without a given split, every tenth picture is kept for validation."""
 
 
 def check_size(size: str) -> None:
@@ -40,19 +40,19 @@ def check_size(size: str) -> None:
     if size not in SIZES:
         raise ConfigError(
             got=f"recipe.size={size!r}",
-            why=f"a recipe has the sizes {' and '.join(SIZES)}",
-            do="write size: tiny for seconds on two CPU cores, or size: default",
+            why=f"the sizes are {' and '.join(SIZES)}",
+            do="write size: tiny (seconds on two CPU cores) or size: default",
             key="recipe.size",
         )
 
 
 def require_torchvision() -> None:
-    """Raise ConfigError, with the cure, where the optional torchvision is not installed."""
+    """Raise ConfigError, with the fix, where the optional torchvision is not installed."""
     if importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
-            got="no torchvision in this environment",
+            got="torchvision is not installed",
             why="this recipe reads pictures with it",
-            do='pip install "fastloop[recipes]"',
+            do="pip install torchvision (part of lightning-fastloop[recipes])",
         )
 
 
@@ -62,17 +62,17 @@ def check_path(data: str | None) -> Path | None:
         return None
     path = Path(data).expanduser().absolute()
     if not path.exists():
-        raise _unusable(data, f"looked for the file or folder {path}, and there is none")
+        raise _unusable(data, f"there is no file or folder {path}")
     return path
 
 
 def cache_folder() -> Path:
-    """The folder that made and unpacked data lives in; it may be deleted at any time."""
+    """The folder for generated and unpacked data; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop" / "data"
 
 
 def publish(name: str, make: Callable[[Path], None]) -> Path:
-    """The cached folder ``name``; where it is not there yet, ``make`` fills it and then it appears, whole.
+    """Return the cached folder ``name``; if it does not exist yet, ``make`` fills it first.
 
     Raises:
         ConfigError: the cache folder cannot be written.
@@ -84,7 +84,7 @@ def publish(name: str, make: Callable[[Path], None]) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=place.parent))
     except OSError as error:
-        do = "set XDG_CACHE_HOME to a folder that you may write"
+        do = "set XDG_CACHE_HOME to a folder you can write to"
         raise ConfigError(got=f"cache folder {place.parent}", why=str(error), do=do) from error
     try:
         make(draft)
@@ -98,7 +98,7 @@ def publish(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def picture_folder(data: str | None, name: str, make: Callable[[Path], None]) -> Path:
-    """The folder of pictures: the one made as ``name``, the user's own, or the one that the user's tar unpacks to."""
+    """The folder of pictures: the generated one called ``name``, the user's own, or the user's tar unpacked."""
     path = check_path(data)
     if path is None:
         return publish(name, make)
@@ -125,7 +125,9 @@ def picture_sets(root: Path, for_train: Any, for_val: Any, *, outputs: int) -> t
         looked_for = f"looked in {top} for train/ with val/ or test/, then for a folder per class"
         raise _unusable(str(root), f"{looked_for}: {error}") from error
     if len(train.classes) > outputs:
-        raise _unusable(str(root), f"it has {len(train.classes)} classes, and the recipe's network {outputs} outputs")
+        raise _unusable(
+            str(root), f"it has {len(train.classes)} classes, but the recipe's network has {outputs} outputs"
+        )
     if split:
         return train, val
     if len(train) < VAL_EVERY:
@@ -138,7 +140,7 @@ def cifar10_download() -> Path:
     """The folder that torchvision's CIFAR10 reads, fetched on the first call.
 
     Raises:
-        ConfigError: it could not be fetched, as where there is no network; after at most 20 s without a byte.
+        ConfigError: it could not be downloaded, for instance without a network; after at most 20 s without a byte.
     """
     from torchvision.datasets import CIFAR10
 
@@ -149,8 +151,8 @@ def cifar10_download() -> Path:
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             got="recipe.data=download",
-            why=f"CIFAR-10 could not be fetched: {error}",
-            do="see to the network, name a folder or a tar, or write data: null for pictures made on this machine",
+            why=f"CIFAR-10 could not be downloaded: {error}",
+            do="check the network, give a folder or a tar, or write data: null for generated pictures",
             key="recipe.data",
         ) from error
     finally:
@@ -158,7 +160,7 @@ def cifar10_download() -> Path:
 
 
 class Windows(Dataset[Any]):
-    """Stretches of a token file and the same stretches one token on, each [T]; a new one begins every ``stride``."""
+    """Windows of a token file, and the same shifted by one token, each [T]; one starts every ``stride`` tokens."""
 
     def __init__(self, file: Path, context: int, stride: int) -> None:
         self.tokens = np.memmap(file, dtype=np.uint16, mode="r")
@@ -185,9 +187,9 @@ def token_sets(data: str | None, context: int) -> tuple[Windows, Windows]:
     if path is None:
         folder = publish(f"text-{_made.VERSION}", lambda draft: _write_tokens(_made.text(), draft))
     elif not path.is_file():
-        raise _unusable(str(data), "this recipe reads one text file, and this is a folder")
+        raise _unusable(str(data), "this recipe reads one text file, but this is a folder")
     elif (size := path.stat().st_size) < (least := 20 * context):
-        raise _unusable(str(data), f"the text has {size} bytes, and windows of {context} tokens need {least}")
+        raise _unusable(str(data), f"the text has {size} bytes, but windows of {context} tokens need {least}")
     else:
         folder = publish(_cache_name(path), lambda draft: _write_tokens(path.read_bytes(), draft))
     return Windows(folder / "train.bin", context, context // 4), Windows(folder / "val.bin", context, context)
@@ -204,10 +206,10 @@ def _unpack(tar: Path, folder: Path) -> None:
     try:
         with tarfile.open(tar) as archive:
             if not any(member.isfile() and member.name.lower().endswith(PICTURES) for member in archive):
-                raise _unusable(str(tar), f"looked in the tar for pictures ({' '.join(PICTURES)}), and there are none")
+                raise _unusable(str(tar), f"the tar contains no pictures ({' '.join(PICTURES)})")
             archive.extractall(folder, filter="data")  # refuses members that would land outside the folder
     except (tarfile.TarError, EOFError) as error:
-        raise _unusable(str(tar), f"it does not unpack as a tar: {error}") from error
+        raise _unusable(str(tar), f"it cannot be unpacked as a tar: {error}") from error
 
 
 def _cache_name(path: Path) -> str:
@@ -230,6 +232,6 @@ def _unusable(data: str, why: str) -> ConfigError:
     return ConfigError(
         got=f"recipe.data={data}",
         why=why,
-        do="give a folder, a tar of one or a text as the recipe's YAML says, or null for data made on this machine",
+        do="give a folder, a tar or a text, as the recipe's YAML says, or null for generated data",
         key="recipe.data",
     )

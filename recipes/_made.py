@@ -1,9 +1,9 @@
-"""The data that a recipe has without a network: made once, from fixed seeds, and as costly to read as the real thing.
+"""Data that needs no network: generated once, from fixed seeds, and as costly to read as the real thing.
 
 Photographs are 500 x 375 JPEGs of about 100 KB, at the quality and with the full-size colour planes that most ImageNet
-photographs have (mean 107 KB), and thumbnails 32 x 32 PNGs of about 3 KB, so that decoding costs what it costs in real
-life. The hue of the things in a picture is its class, so there is something to learn. The text is English words put
-together by a small grammar, each word drawn by Zipf's law.
+photographs have (mean 107 KB). Thumbnails are 32 x 32 PNGs of about 3 KB. So decoding costs what it costs in real life.
+The hue of the objects in a picture is its class, so there is something to learn. The text is English words put together
+by a small grammar, each word drawn by Zipf's law.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
 VERSION = "v1"
-"""Part of the cached folder's name: raise it whenever a byte of what is made here changes."""
+"""Part of the cached folder's name: change it whenever a byte of the generated data changes."""
 HUES = ("red", "orange", "lime", "green", "mint", "cyan", "azure", "blue", "violet", "pink")
 """The classes, in equal steps around the colour circle."""
 BAR_AFTER_S = 2.0

@@ -1,4 +1,4 @@
-"""ResNet-18 on 32 px pictures as on CIFAR-10, the textbook way: pad, crop, flip, SGD under a one-cycle schedule."""
+"""ResNet-18 on 32 px pictures (CIFAR-10), the textbook way: pad, crop, flip, SGD with a one-cycle schedule."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Settings:
     size: str = "default"
     """default, or tiny: a quarter of the width, the batch and the learning rate, and a fifth of the pictures."""
     data: str | None = None
-    """A folder or a tar of pictures with a folder per class; download: CIFAR-10; null: pictures made once here."""
+    """A folder or a tar of pictures with a folder per class; download: CIFAR-10; null: generated pictures."""
 
     def __post_init__(self) -> None:
         _data.check_size(self.size)
 
 
 def build(settings: Settings) -> tuple[ResNet18, Thumbnails]:
-    """The module and the data of this recipe; raises ConfigError where ``settings.data`` is not there."""
+    """Build the module and the data of this recipe; raises ConfigError where ``settings.data`` does not exist."""
     _data.require_torchvision()
     if settings.data != "download":
         _data.check_path(settings.data)
@@ -42,9 +42,12 @@ class Block(nn.Module):
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
         self.path = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
-            nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after),
-        )  # fmt: skip
+            nn.Conv2d(before, after, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+        )
         around = [] if before == after else [nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)]
         self.around = nn.Sequential(*around)
 

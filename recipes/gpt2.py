@@ -20,7 +20,7 @@ class Settings:
     size: str = "default"
     """default: GPT-2's own shape; or tiny: 2 layers, 64 wide, 64 tokens, no dropout, a vocabulary of the 256 bytes."""
     data: str | None = None
-    """A text file, read as one token per byte; null: a text made once on this machine."""
+    """A text file, read as one token per byte; null: a text generated once on this machine."""
 
     def __post_init__(self) -> None:
         _data.check_size(self.size)
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 def build(settings: Settings) -> tuple[GPT2, Text]:
-    """The module and the data of this recipe; raises ConfigError where ``settings.data`` is not there."""
+    """Build the module and the data of this recipe; raises ConfigError where ``settings.data`` does not exist."""
     _data.check_path(settings.data)
     tiny = Shape(layers=2, heads=2, width=64, context=64, vocabulary=256, dropout=0.0)
     return GPT2(shape := tiny if settings.size == "tiny" else Shape()), Text(settings.data, shape.context)

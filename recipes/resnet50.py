@@ -1,4 +1,4 @@
-"""ResNet-50 on photographs, the textbook way: decode, crop, flip, SGD; one micro-batch after the other."""
+"""ResNet-50 on photographs, the textbook way: decode, crop, flip, SGD, gradient accumulation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Settings:
     size: str = "default"
     """default, or tiny: a ResNet-18 on 64 px crops of such photographs, an eighth of the batch and learning rate."""
     data: str | None = None
-    """A folder or a tar of photographs with a folder per class; null: photographs made once on this machine."""
+    """A folder or a tar of photographs with a folder per class; null: photographs generated once on this machine."""
 
     def __post_init__(self) -> None:
         _data.check_size(self.size)
 
 
 def build(settings: Settings) -> tuple[ResNet, Photographs]:
-    """The module and the data of this recipe; raises ConfigError where ``settings.data`` is not there."""
+    """Build the module and the data of this recipe; raises ConfigError where ``settings.data`` does not exist."""
     _data.require_torchvision()
     _data.check_path(settings.data)
     if settings.size == "tiny":
@@ -88,7 +88,7 @@ class Photographs(L.LightningDataModule):
         for_val = T.Compose([T.Resize(self.crop_px * 256 // 224), T.CenterCrop(self.crop_px), *to_tensor])
         train, self.val_set = _data.picture_sets(self.folder(), for_train, for_val, outputs=1_000)
         # The real ImageNet has 20,000 micro-batches an epoch. A few hundred photographs would end one every other step,
-        # so they are gone through again and again until an epoch has a thousand; each time they are cropped anew.
+        # so they are repeated until an epoch has a thousand micro-batches; each pass crops them differently.
         length = max(len(train), self.EPOCH_BATCHES * self.batch_size)
         self.train_set: Dataset[Any] = Subset(train, [index % len(train) for index in range(length)])
 

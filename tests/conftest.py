@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -13,18 +14,59 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import preloaded
+
 # A test that needs real photographs looks here and skips politely where the folder is absent.
 SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-_ALLOWED_THREADS = ("pytest_timeout", "tqdm", "Dummy", "Thread-inductor", "SubprocPool", "ThreadPoolExecutor",
-                    "raw-read")  # fmt: skip
-_ALLOWED_VARIABLES = ("PYTEST_", "PL_", "COLUMNS", "LINES", "TORCHINDUCTOR", "_TORCHINDUCTOR", "TRITON", "KMP_",
-                      "CUDA_MODULE_LOADING", "POPLAR", "CUDA_DEVICE_ORDER", "TORCHELASTIC", "PWD", "OLDPWD",
-                      "TF2_BEHAVIOR", "MPLBACKEND", "TORCH_NCCL")  # fmt: skip
+_ALLOWED_THREADS = (
+    "pytest_timeout",
+    "tqdm",
+    "Dummy",
+    "Thread-inductor",
+    "SubprocPool",
+    "ThreadPoolExecutor",
+    "raw-read",
+)
+_ALLOWED_VARIABLES = (
+    "PYTEST_",
+    "PL_",
+    "COLUMNS",
+    "LINES",
+    "TORCHINDUCTOR",
+    "_TORCHINDUCTOR",
+    "TRITON",
+    "KMP_",
+    "CUDA_MODULE_LOADING",
+    "POPLAR",
+    "CUDA_DEVICE_ORDER",
+    "TORCHELASTIC",
+    "PWD",
+    "OLDPWD",
+    "TF2_BEHAVIOR",
+    "MPLBACKEND",
+    "TORCH_NCCL",
+)
 
 
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:  # a job in the background, nohup; children inherit it
         signal.signal(_number, _handler)
+
+
+# Workers share the processors, and what is trained is too small for a second thread. torch reads this when it is
+# imported, which no plugin and no setting does before.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave Lightning's hints out, which takes importing it: not in the process that only hands tests to workers."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.addinivalue_line("filterwarnings", "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first, so that no worker is left with one when the others have nothing more to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +75,7 @@ def police() -> Iterator[None]:
     before_threads = set(threading.enumerate())
     before_variables = dict(os.environ)
     before_passes = list(gc.callbacks)
-    before_children = {child.pid for child in psutil.Process().children(recursive=True)}
+    before_children = {child.pid for child in _children_of_ours()}
     yield
     variables = {name for name in set(os.environ) ^ set(before_variables) if not name.startswith(_ALLOWED_VARIABLES)}
     for name in variables:
@@ -54,8 +96,14 @@ def _wait(leftovers: object, limit_s: float = 5.0) -> list[str]:
 
 
 def _threads(before: set[threading.Thread]) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread not in before and thread.is_alive()
-            and not thread.daemon and not thread.name.startswith(_ALLOWED_THREADS)]  # fmt: skip
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before
+        and thread.is_alive()
+        and not thread.daemon
+        and not thread.name.startswith(_ALLOWED_THREADS)
+    ]
 
 
 _KEPT = ("compile_worker", "resource_tracker", "forkserver", "orted")
@@ -63,9 +111,21 @@ _KEPT = ("compile_worker", "resource_tracker", "forkserver", "orted")
 Open MPI that Lightning starts by asking whether it is under one."""
 
 
+def _children_of_ours() -> list[psutil.Process]:
+    """All below this process, but for the server that forks for tests, which ends with it."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)  # a thousandth of what a scan costs
+        return [each for each in psutil.Process().children(recursive=True) if each.pid != preloaded.server_pid()]
+    return []
+
+
+_WALL = 0x40000000
+"""Children of every kind. Source: waitpid(2)."""
+
+
 def _children(before: set[int]) -> list[str]:
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in _children_of_ours():
         try:
             command = " ".join(child.cmdline())
             ours = child.pid not in before and child.status() != psutil.STATUS_ZOMBIE
@@ -85,7 +145,20 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
+def offspring() -> Callable[[], list[psutil.Process]]:
+    """Gives all processes below this one."""
+    return _children_of_ours
+
+
+@pytest.fixture
 def newborns() -> Callable[[], list[psutil.Process]]:
     """Gives the processes that are there and were not when the test began: Inductor, for one, keeps some for good."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    return lambda: [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    before = {child.pid for child in _children_of_ours()}
+    return lambda: [child for child in _children_of_ours() if child.pid not in before]
+
+
+@pytest.fixture
+def quick_starts() -> Iterator[None]:
+    """Python programs that the test starts are forked with torch and Lightning imported, where they can be."""
+    with preloaded.quick_starts(ranks=True):
+        yield

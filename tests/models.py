@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 class Regression(L.LightningModule):
     """Two layers on 8 numbers; records the loss and the batch_idx of every training_step."""
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, dropout: float = 0.0,
-                 lr: float = 0.05) -> None:  # fmt: skip
+    def __init__(
+        self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, dropout: float = 0.0, lr: float = 0.05
+    ) -> None:
         super().__init__()
         hidden = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout)
         self.net = torch.nn.Sequential(*hidden, torch.nn.Linear(16, 1))

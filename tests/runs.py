@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop, Verdict
-from fastloop.feeds.tree import samples
+from fastloop.feeds.batch_tree import samples
 from fastloop.rungs.prefetch import Prefetch
 from tests import models
 
@@ -39,8 +39,9 @@ class Net(L.LightningModule):
         schedule: called with the optimizer and the module, returns a scheduler or Lightning's dictionary for one.
     """
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, schedule: Any = None,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, schedule: Any = None, **options: Any
+    ) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         self.optimizer, self.schedule, self.options = optimizer, schedule, {"lr": 0.05, **options}
@@ -138,8 +139,18 @@ def watching(rungs: Rungs, **settings: Any) -> FastLoop:
     return FastLoop({**config, "watch": {"warmup_steps": 1}}, quiet=True, **settings)
 
 
-def run(rungs: Rungs, train: Any, module: Any = None, *, val: Any = None, ckpt: Any = None, datamodule: Any = None,
-        callbacks: tuple[Any, ...] = (), strict: bool | None = None, **settings: Any) -> Run:  # fmt: skip
+def run(
+    rungs: Rungs,
+    train: Any,
+    module: Any = None,
+    *,
+    val: Any = None,
+    ckpt: Any = None,
+    datamodule: Any = None,
+    callbacks: tuple[Any, ...] = (),
+    strict: bool | None = None,
+    **settings: Any,
+) -> Run:
     """Fit from the same seeds; ``rungs=None`` is the plain run, without our callback."""
     loop = None if rungs is None else watching(rungs, strict=strict)
     torch.manual_seed(0)
@@ -154,6 +165,7 @@ def run(rungs: Rungs, train: Any, module: Any = None, *, val: Any = None, ckpt: 
 
 def both(rungs: Rungs, train: Any, module: Any = None, **settings: Any) -> tuple[Run, Run]:
     """The plain run and the run with rungs. `train` and `module` are called anew for each."""
+
     def fit(which: Rungs) -> Run:
         anew = {name: value() if name in ("val", "callbacks") else value for name, value in settings.items()}
         return run(which, train(), module, **anew)
@@ -163,8 +175,9 @@ def both(rungs: Rungs, train: Any, module: Any = None, **settings: Any) -> tuple
 
 def distance(a: Run, b: Run) -> float:
     """Largest per-tensor relative difference of the weights, ||a - b|| / ||a||."""
-    first, second = ({name: tensor for name, tensor in run.weights.items() if tensor.is_floating_point()}
-                     for run in (a, b))  # fmt: skip
+    first, second = (
+        {name: tensor for name, tensor in run.weights.items() if tensor.is_floating_point()} for run in (a, b)
+    )
     return models.distance(first, second)
 
 

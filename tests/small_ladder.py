@@ -1,4 +1,4 @@
-"""A ladder of three rungs, and files to read a configuration from, for the tests of ``fastloop.config``."""
+"""A ladder of three rungs, and files to read a configuration from, for the tests of ``fastloop.config.loading``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from fastloop.config import Config, load
+from fastloop.config.loading import Config, load
 from fastloop.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (clone / "recipes" / "resnet50.py").touch()
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr("fastloop.shipped.__file__", str(clone / "fastloop" / "shipped.py"))
+    monkeypatch.setattr("fastloop.config.shipped.__file__", str(clone / "fastloop" / "config" / "shipped.py"))
     return here
 
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from fastloop import __version__, cli
-from fastloop.commands.answer import Answer
+from fastloop import commands as command_files
+from fastloop.commands.console import Answer
 from fastloop.errors import FastLoopError
-from tests.commands.command_line import CONTROL, NET, ROOT, CommandLine, run, strictly
+from tests.commands.command_line import CONTROL, ROOT, CommandLine, run, strictly
+from tests.trainings import NET
 
 FORGE = "import sys; sys.modules.update(dict.fromkeys(('torch', 'lightning', 'pytorch_lightning', 'omegaconf'))); "
 """In front of a program: importing any of these is an ImportError."""
@@ -82,14 +84,20 @@ def test_the_forgery_would_find_an_import(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["rungs", "amp"], 0), (["recipes"], 0), (["config", "show", "safe"], 0), (["run", "cifar11"], 2),
+        (["rungs", "amp"], 0),
+        (["recipes"], 0),
+        (["config", "show", "safe"], 0),
+        (["run", "cifar11"], 2),
         (["config", "diff", "safe", "full"], 0),
-        (["plan", "cifar10", "rungs.amp.mod=tf32"], 2), (["report", "."], 2), (["doctr"], 2),
-        (["run", "cifar10", "rungs.amp.enabled=yes"], 2), (["run", "cifar10", "recipe.nonsense=1"], 2),
+        (["plan", "cifar10", "rungs.amp.mod=tf32"], 2),
+        (["report", "."], 2),
+        (["doctr"], 2),
+        (["run", "cifar10", "rungs.amp.enabled=yes"], 2),
+        (["run", "cifar10", "recipe.nonsense=1"], 2),
         (["plan", "cifar10", "recipe.nonsense=1"], 2),
     ],
     ids=typed_as,
-)  # fmt: skip
+)
 def test_what_needs_no_torch_imports_none(arguments: Any, code: int, tmp_path: Path) -> None:
     if code == 0 and arguments[0] == "config":
         pytest.importorskip("omegaconf")
@@ -102,8 +110,12 @@ def test_what_needs_no_torch_imports_none(arguments: Any, code: int, tmp_path: P
 def test_help_is_there_at_once(tmp_path: Path) -> None:
     used = []
     for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-m", "fastloop", "--help"], cwd=tmp_path, stdout=subprocess.DEVNULL,
-                                 env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fastloop", "--help"],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         assert child.returncode == 0
@@ -125,29 +137,57 @@ MISTYPED = [
     ("report", "fastloop report", "RUN_DIR is missing", "see fastloop report --help"),
     ("run cifar10 --forse", "fastloop run", "fastloop run has no option --forse", "write --force"),
     ("diagnose cifar10 --sync", "fastloop diagnose", "fastloop diagnose has no option --sync", "write --syncs"),
-    ("run cifar10 --recipe.size=tiny", "fastloop run", "fastloop run has no option --recipe.size",
-     "write recipe.size=…, without dashes"),
+    (
+        "run cifar10 --recipe.size=tiny",
+        "fastloop run",
+        "fastloop run has no option --recipe.size",
+        "write recipe.size=…, without dashes",
+    ),
     ("rungs amp --json", "fastloop", "Option '--json' requires an argument.", "see fastloop --help"),
     ("rungs amps", "rung 'amps'", f"the rungs are {RUNGS}", "write amp"),
     ("rungs wurst", "rung 'wurst'", f"the rungs are {RUNGS}", "write one of them"),
-    ("run cifar11", "'cifar11'", "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
-     "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, batch, "
-     "compile, fused, layout, overlap, pin, prefetch, workers",
-     "write cifar10"),
+    (
+        "run cifar11",
+        "'cifar11'",
+        "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
+        "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, batch, "
+        "compile, fused, layout, overlap, pin, prefetch, workers",
+        "write cifar10",
+    ),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),
     ("run nowhere/net.yaml", "'nowhere/net.yaml'", "there is no such file", "check the path; it starts at {cwd}"),
-    ("plan cifar10 rungs.amp.mod=tf32", "rungs.amp.mod (command line)",
-     "rungs.amp has no key mod; it has enabled, mode", "write mode"),
-    ("plan cifar10 rungs.amp.enabled=yes", "rungs.amp.enabled: 'yes' (command line)",
-     "it must be true or false; 'yes' is text", "write true"),
-    ("plan cifar10 rung.amp.enabled=true", "rung (command line)", "a configuration has no key rung; it has",
-     "write rungs"),
-    ("plan cifar10 run.max_steps", "'run.max_steps' (command line)", "each part between commas has to be key=value",
-     "write key=value, and quote a value that holds commas"),
+    (
+        "plan cifar10 rungs.amp.mod=tf32",
+        "rungs.amp.mod (command line)",
+        "rungs.amp has no key mod; it has enabled, mode",
+        "write mode",
+    ),
+    (
+        "plan cifar10 rungs.amp.enabled=yes",
+        "rungs.amp.enabled: 'yes' (command line)",
+        "it must be true or false; 'yes' is text",
+        "write true",
+    ),
+    (
+        "plan cifar10 rung.amp.enabled=true",
+        "rung (command line)",
+        "a configuration has no key rung; it has",
+        "write rungs",
+    ),
+    (
+        "plan cifar10 run.max_steps",
+        "'run.max_steps' (command line)",
+        "each part between commas has to be key=value",
+        "write key=value, and quote a value that holds commas",
+    ),
     ("plan cifar10 trainer.max_steps=3", "trainer.max_steps: 3 (command line)", "run owns it", "write run.max_steps"),
-    ("run safe", "safe", "neither it nor one of its bases is a recipe, so there is nothing to train",
-     "write base: with one of cifar10, gpt2, resnet50"),
-]  # fmt: skip
+    (
+        "run safe",
+        "safe",
+        "neither it nor its bases name a recipe, so there is nothing to train",
+        "write base: with one of cifar10, gpt2, resnet50",
+    ),
+]
 
 
 @pytest.mark.parametrize(("typed", "got", "why", "do"), MISTYPED, ids=[row[0] for row in MISTYPED])
@@ -185,8 +225,15 @@ def test_odd_names_are_errors_as_any_other(name: str, fastloop: CommandLine) -> 
 
 # -- one object for programs ------------------------------------------------------------------------------------------
 
-READING = [["doctor"], ["recipes"], ["rungs"], ["rungs", "amp"], ["config", "show", "safe"],
-           ["config", "diff", "safe", "full"], ["plan", str(NET)]]  # fmt: skip
+READING = [
+    ["doctor"],
+    ["recipes"],
+    ["rungs"],
+    ["rungs", "amp"],
+    ["config", "show", "safe"],
+    ["config", "diff", "safe", "full"],
+    ["plan", str(NET)],
+]
 
 
 @pytest.mark.parametrize("arguments", READING, ids=typed_as)
@@ -207,9 +254,7 @@ def test_json_to_a_file(fastloop: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("place", ["missing/x.json", ".", "file/x.json"])
-def test_a_json_file_that_cannot_be_written_is_found_before_anything_runs(
-    place: str, fastloop: CommandLine
-) -> None:
+def test_a_json_file_that_cannot_be_written_is_found_before_anything_runs(place: str, fastloop: CommandLine) -> None:
     (fastloop.folder / "file").write_text("")
     said = fastloop("run", NET, "--json", place)
     assert said.code == 2 and said.out == "" and said.err.startswith(f"fastloop: got --json {place}\n  why it cannot")
@@ -246,7 +291,7 @@ def test_an_error_gives_stdout_back(
 
     before = sys.stdout
     with pytest.raises(type(error)):
-        cli._answer(fails, "-")
+        cli._run_and_print(fails, "-")
     assert sys.stdout is before
     os.write(1, b"by descriptor\n")
     print("by print", flush=True)
@@ -262,9 +307,14 @@ def test_exit_handlers_do_not_spoil_the_object(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-m", "fastloop", "config", "show", "full"], cwd=tmp_path, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fastloop", "config", "show", "full"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert child.stdout is not None and child.stderr is not None
     child.stdout.close()
     said = child.stderr.read()
@@ -306,7 +356,7 @@ def test_control_codes_would_be_found() -> None:
         (KeyboardInterrupt(), 130, "fastloop: interrupted"),
         (SystemExit("enough"), 1, "enough"),
         (SystemExit(7), 7, ""),
-        (RuntimeError("a bug"), 1, "fastloop: this is a fault of fastloop's: RuntimeError: a bug"),
+        (RuntimeError("a bug"), 1, "fastloop: this is a bug in fastloop: RuntimeError: a bug"),
     ],
     ids=["interrupt", "exit with a text", "exit with a code", "bug"],
 )
@@ -316,7 +366,7 @@ def test_exit_codes(
     def fails(*args: Any, **kwargs: Any) -> Answer:
         raise error
 
-    monkeypatch.setattr("fastloop.commands.listing.recipes", fails)
+    monkeypatch.setattr("fastloop.commands.listing.list_recipes", fails)
     said = fastloop("recipes")
     assert said.code == code and said.out == "" and (said.err.splitlines() or [""])[-1] == last
     assert ("Traceback" in said.err) == isinstance(error, RuntimeError)
@@ -325,12 +375,12 @@ def test_exit_codes(
 def test_an_interrupt_that_an_import_swallowed(tmp_path: Path) -> None:
     code = (
         "import os, signal, time; from fastloop.commands import listing\n"
-        "def recipes():\n"
+        "def list_recipes():\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGINT); time.sleep(5)\n"
         "    except KeyboardInterrupt:\n"
         "        raise ImportError('half there')\n"
-        f"listing.recipes = recipes; {MAIN}"
+        f"listing.list_recipes = list_recipes; {MAIN}"
     )
     assert run("recipes", cwd=tmp_path, code=code).code == 130
     assert run("recipes", cwd=tmp_path, code=code.replace("SIGINT", "SIGTERM")).code == 143
@@ -343,9 +393,10 @@ def test_more_devices_than_there_are(fastloop: CommandLine, monkeypatch: pytest.
         said = fastloop(command, NET, "run.devices=2", "run.accelerator=gpu")
         assert (said.code, said.out) == (2, "")
         assert said.err.splitlines() == [
-            "fastloop: got run.devices: 2 (command line)", "  why 1 CUDA devices are visible here",
+            "fastloop: got run.devices: 2 (command line)",
+            "  why 1 CUDA devices are visible here",
             "  do  write at most 1, or look at CUDA_VISIBLE_DEVICES",
-        ]  # fmt: skip
+        ]
     assert list(fastloop.folder.iterdir()) == []
 
 
@@ -359,3 +410,10 @@ def test_report_opens_the_file(fastloop: CommandLine, monkeypatch: pytest.Monkey
     (fastloop.folder / "there" / "report.html").write_text("<p>report")
     assert fastloop("report", "there/report.html", "--open").out == "# fastloop report\n"
     assert opened == ["there/report.md", "there/report.html"]
+
+
+def test_whoever_looks_through_all_modules_finds_no_more_than_commands() -> None:
+    """Inductor asks every module for `torch`, and an error other than AttributeError ends its compile."""
+    assert not hasattr(command_files, "torch") and not hasattr(command_files, "__path_of_nothing__")
+    files = {path.stem for path in Path(command_files.__file__ or "").parent.glob("[a-z]*.py")}
+    assert set(command_files.COMMANDS) <= files and all(hasattr(command_files, name) for name in command_files.COMMANDS)

@@ -11,8 +11,12 @@ from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 
 @pytest.mark.parametrize(("kind", "code"), [(FastLoopError, 1), (ConfigError, 2)])
 def test_the_three_parts(kind: type[FastLoopError], code: int) -> None:
-    error = kind(got="rungs.amp.mode: 'fp8' (a.yaml:2)", why="it is not one of three", do="write bf16-mixed",
-                 key="rungs.amp.mode")  # fmt: skip
+    error = kind(
+        got="rungs.amp.mode: 'fp8' (a.yaml:2)",
+        why="it is not one of three",
+        do="write bf16-mixed",
+        key="rungs.amp.mode",
+    )
     assert str(error) == "got rungs.amp.mode: 'fp8' (a.yaml:2)\n  why it is not one of three\n  do  write bf16-mixed"
     assert error.exit_code == code and isinstance(error, FastLoopError)
 

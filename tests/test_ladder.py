@@ -14,8 +14,9 @@ import pytest
 from fastloop import ladder as ladders
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.ladder import Ladder, manual, plan, verify
-from fastloop.measurement import Measurement
-from fastloop.records import Action, Applied, Change, Facts, LoaderFacts, Step, Verdict
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Step, Verdict
 
 HEADINGS = ("Faster because", "Costs", "Don't use when", "Evidence", "Source")
 NAMES = tuple(field.name for field in dataclasses.fields(Ladder))
@@ -45,8 +46,9 @@ class Fake:
 
 
 def fakes(**rungs: Fake) -> Any:
-    made = dataclasses.make_dataclass("Fakes", [(name, Fake, rung) for name, rung in rungs.items()], bases=(_Rungs,),
-                                      frozen=True, kw_only=True)  # fmt: skip
+    made = dataclasses.make_dataclass(
+        "Fakes", [(name, Fake, rung) for name, rung in rungs.items()], bases=(_Rungs,), frozen=True, kw_only=True
+    )
     return made()
 
 
@@ -57,19 +59,39 @@ class _Rungs:
 def all_on() -> Ladder:
     """Every rung switched on, each with settings that can be planned."""
     chosen = {"batch": {"micro_batch": 4}}
-    return Ladder(**{name: dataclasses.replace(rung, enabled=True, **chosen.get(name, {}))  # type: ignore[type-var]
-                     for name, rung in Ladder().rungs()})  # fmt: skip
+    return Ladder(
+        **{
+            name: dataclasses.replace(rung, enabled=True, **chosen.get(name, {}))  # type: ignore[type-var]
+            for name, rung in Ladder().rungs()
+        }
+    )
 
 
 SITUATIONS = {
     "nothing known": Facts(),
-    "a laptop": Facts(cpu_count=4, compiler="g++", compile_targets=("net",), convs=("net.0",),
-                      loader=LoaderFacts(kind="DataLoader", batch_size=8, batches=10)),
-    "a big machine": Facts(cpu_count=64, local_ranks=2, world_size=2, device="cuda", compute_capability=(9, 0),
-                           is_ddp=True, strategy="DDPStrategy", compiler="g++", compile_targets=("net",),
-                           convs=("net.0",), accumulate=4, clip=True,
-                           loader=LoaderFacts(kind="DataLoader", batch_size=64, batches=100)),
-}  # fmt: skip
+    "a laptop": Facts(
+        cpu_count=4,
+        compiler="g++",
+        compile_targets=("net",),
+        convs=("net.0",),
+        loader=LoaderFacts(kind="DataLoader", batch_size=8, batches=10),
+    ),
+    "a big machine": Facts(
+        cpu_count=64,
+        local_ranks=2,
+        world_size=2,
+        device="cuda",
+        compute_capability=(9, 0),
+        is_ddp=True,
+        strategy="DDPStrategy",
+        compiler="g++",
+        compile_targets=("net",),
+        convs=("net.0",),
+        accumulate=4,
+        clip=True,
+        loader=LoaderFacts(kind="DataLoader", batch_size=64, batches=100),
+    ),
+}
 
 
 def test_the_order_is_the_order_of_the_fields() -> None:
@@ -80,13 +102,20 @@ def test_the_order_is_the_order_of_the_fields() -> None:
     assert [step.rung for step in plan(all_on(), Facts()).steps] == list(NAMES)
 
 
-@pytest.mark.parametrize(("first", "second"), [
-    (Change(wants={"loader.num_workers": 2}), Change(wants={"loader.num_workers": 2})),
-    (Change(wants={"loader.num_workers": 2}), Change(actions=(Action(keys=("loader.num_workers",), when="model",
-                                                                     do=nothing),))),
-    (Change(actions=(Action(keys=("a", "loader.num_workers"), when="model", do=nothing),)),
-     Change(actions=(Action(keys=("loader.num_workers", "b"), when="wrapped", do=nothing),))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Change(wants={"loader.num_workers": 2}), Change(wants={"loader.num_workers": 2})),
+        (
+            Change(wants={"loader.num_workers": 2}),
+            Change(actions=(Action(keys=("loader.num_workers",), when="model", do=nothing),)),
+        ),
+        (
+            Change(actions=(Action(keys=("a", "loader.num_workers"), when="model", do=nothing),)),
+            Change(actions=(Action(keys=("loader.num_workers", "b"), when="wrapped", do=nothing),)),
+        ),
+    ],
+)
 def test_two_owners_of_a_setting_are_a_conflict(first: Change, second: Change) -> None:
     with pytest.raises(ConfigError) as error:
         plan(fakes(dali=Fake(change=first), other=Fake(), nodes=Fake(change=second)), Facts())
@@ -97,8 +126,11 @@ def test_two_owners_of_a_setting_are_a_conflict(first: Change, second: Change) -
 
 def test_no_conflict_with_what_is_off_skipped_or_still_waiting() -> None:
     wants = Change(wants={"a": 1})
-    for other in (Fake(change=wants, enabled=False), Fake(change=wants, refuses="not here"),
-                  Fake(change=dataclasses.replace(wants, waits_for="the train loader"))):  # fmt: skip
+    for other in (
+        Fake(change=wants, enabled=False),
+        Fake(change=wants, refuses="not here"),
+        Fake(change=dataclasses.replace(wants, waits_for="the train loader")),
+    ):
         assert plan(fakes(one=Fake(change=wants), two=other), Facts()).wants == {"a": 1}
 
 
@@ -129,25 +161,38 @@ def test_the_real_rungs_fold_their_facts() -> None:
 
 def test_steps_say_what_became_of_each_rung() -> None:
     action = Action(keys=("b",), when="model", do=nothing)
-    made = plan(fakes(on=Fake(change=Change(wants={"a": 1}, actions=(action,), parity="approximate")),
-                      off=Fake(enabled=False), waits=Fake(change=Change(waits_for="the train loader")),
-                      cannot=Fake(refuses="needs CUDA")), Facts())  # fmt: skip
+    made = plan(
+        fakes(
+            on=Fake(change=Change(wants={"a": 1}, actions=(action,), parity="approximate")),
+            off=Fake(enabled=False),
+            waits=Fake(change=Change(waits_for="the train loader")),
+            cannot=Fake(refuses="needs CUDA"),
+        ),
+        Facts(),
+    )
     assert [(step.rung, step.status, step.reason) for step in made.steps] == [
-        ("on", "planned", None), ("waits", "waiting", "waits for the train loader"),
-        ("cannot", "skipped", "needs CUDA")]  # fmt: skip
+        ("on", "planned", None),
+        ("waits", "waiting", "waits for the train loader"),
+        ("cannot", "skipped", "needs CUDA"),
+    ]
     assert made.wants == {"a": 1} and made.parity == "approximate"
     assert made.step("cannot") is made.steps[2] and made.step("off") is None
 
 
 def test_verdicts() -> None:
     waits = Fake(change=Change(waits_for="the train loader"))
-    ladder = fakes(on=Fake(change=Change(parity="approximate")), off=Fake(enabled=False),
-                   cannot=Fake(refuses="needs CUDA"), waits=waits)  # fmt: skip
+    ladder = fakes(
+        on=Fake(change=Change(parity="approximate")),
+        off=Fake(enabled=False),
+        cannot=Fake(refuses="needs CUDA"),
+        waits=waits,
+    )
     made = plan(ladder, Facts())
     assert verify(ladder, made, Measurement()) == (
         Verdict(rung="on", took=True, why="it says so", parity_class="approximate"),
         Verdict(rung="cannot", took=False, why="needs CUDA"),
-        Verdict(rung="waits", took=False, why="waits for the train loader"))  # fmt: skip
+        Verdict(rung="waits", took=False, why="waits for the train loader"),
+    )
     given_up = dataclasses.replace(made, steps=(Step(rung="on", status="skipped"),))
     assert verify(ladder, given_up, Measurement()) == (Verdict(rung="on", took=False, why="not planned"),)
 
@@ -178,7 +223,7 @@ def test_planning_is_pure(situation: str) -> None:
 def test_planning_needs_no_torch() -> None:
     code = """import sys, dataclasses
 from fastloop.ladder import Ladder, plan, manual
-from fastloop.records import Facts
+from fastloop.records.plan import Facts
 rungs = {name: dataclasses.replace(rung, enabled=True) for name, rung in Ladder().rungs()}
 plan(Ladder(**rungs), Facts(convs=("a",), compiler="g++", compile_targets=("a",), is_ddp=True, world_size=2))
 [manual(name) for name in rungs]
@@ -186,8 +231,13 @@ print(sorted({"torch", "lightning", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
-    control = subprocess.run([sys.executable, "-c", code.replace("import sys", "import torch, sys", 1)],
-                             capture_output=True, text=True, timeout=60, check=True)  # fmt: skip
+    control = subprocess.run(
+        [sys.executable, "-c", code.replace("import sys", "import torch, sys", 1)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert "torch" in control.stdout
 
 

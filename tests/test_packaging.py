@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import fastloop
 from tests.commands.command_line import ROOT
 
 pytestmark = pytest.mark.slow
@@ -27,8 +28,15 @@ FOUND_NOTHING = re.compile("No matching distribution|Could not find a version|Re
 
 def run(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FASTLOOP_RECIPES")}
-    return subprocess.run([str(part) for part in command], cwd=cwd, env={**clean, **env}, capture_output=True,
-                          text=True, timeout=120, check=False)  # fmt: skip
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def pip(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -69,26 +77,42 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     for folder in ("configs", "recipes"):
-        wanted = {f"fastloop/_shipped/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*")
-                  if path.suffix in (".yaml", ".py")}  # fmt: skip
+        wanted = {
+            f"fastloop/_shipped/{path.relative_to(ROOT).as_posix()}"
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".yaml", ".py")
+        }
         assert wanted and wanted <= names
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastloop").rglob("*.py")}
     assert package | {"fastloop/py.typed"} <= names
-    assert {name.split("/")[0].partition("-")[0] for name in names} == {"fastloop"}, "something else is at the top"
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"fastloop", "lightning_fastloop"}, (
+        "something else is at the top"
+    )
     assert [name for name in names if "test" in name or "__pycache__" in name] == []
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
 def test_what_it_says_of_itself(wheel: Path) -> None:
     said, required = metadata(wheel), needs(wheel)
-    assert said["Name"] == "fastloop" and said["Version"] == importlib.metadata.version("fastloop")
+    assert said["Name"] == "lightning-fastloop" and said["Version"] == fastloop.__version__
     assert said["License-Expression"] == "Apache-2.0" and said["Requires-Python"] == ">=3.10"
     assert {"dali-cuda12", "dali-cuda13", "redis", "recipes", "dev", "all"} <= set(said.get_all("Provides-Extra", []))
     lightning, omegaconf = required["lightning"].specifier, required["omegaconf"].specifier
     assert "2.5.0.post0" in lightning and "2.6.6" in lightning and "2.4.0" not in lightning
     assert "2.6.2" not in lightning and "2.6.3" not in lightning, "those two were malware"
     assert "2.3.0" in omegaconf and "2.2.3" not in omegaconf, "hydra-core 1.3 needs one below 2.4"
-    others = {"torch", "click", "rich", "psutil", "scipy", "jinja2", "matplotlib", "nvidia-ml-py", "torchdata"}
+    others = {
+        "torch",
+        "click",
+        "rich",
+        "psutil",
+        "scipy",
+        "jinja2",
+        "matplotlib",
+        "nvidia-ml-py",
+        "torchdata",
+        "msgspec",
+    }
     assert others < set(required)
     assert not {"torchvision", "hydra-core", "jsonargparse", "pytorch-lightning", "redis"} & set(required)
 
@@ -97,11 +121,22 @@ def test_it_trains_from_an_empty_folder(site: Path, tmp_path: Path, tmp_path_fac
     pytest.importorskip("torchvision")
     here = {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
     program = (
-        "import fastloop, sys; print('FROM', fastloop.__file__, file=sys.stderr)\n"
-        "from fastloop.cli import main; main()"
+        "import fastloop, sys; print('FROM', fastloop.__file__, file=sys.stderr)\nfrom fastloop.cli import main; main()"
     )
-    done = run(sys.executable, "-c", program, "run", "cifar10", "recipe.size=tiny", "run.max_steps=25",
-               "run.accelerator=cpu", "--json", "-", cwd=tmp_path, **here)  # fmt: skip
+    done = run(
+        sys.executable,
+        "-c",
+        program,
+        "run",
+        "cifar10",
+        "recipe.size=tiny",
+        "run.max_steps=25",
+        "run.accelerator=cpu",
+        "--json",
+        "-",
+        cwd=tmp_path,
+        **here,
+    )
     assert done.returncode == 0, done.stderr
     assert f"FROM {site / 'fastloop' / '__init__.py'}" in done.stderr.splitlines()
     content = json.loads(done.stdout)
@@ -132,7 +167,7 @@ def planned(wheel: Path, *more: str) -> dict[str, str]:
 
 def test_installing_it_beside_hydra_moves_neither_torch_nor_lightning(wheel: Path) -> None:
     plan = planned(wheel, "hydra-core==1.3.2")
-    assert plan["hydra-core"] == "1.3.2" and "fastloop" in plan
+    assert plan["hydra-core"] == "1.3.2" and "lightning-fastloop" in plan
     assert {"torch", "lightning", "pytorch-lightning"} & set(plan) == set()
     omegaconf = Version(plan.get("omegaconf") or importlib.metadata.version("omegaconf"))
     assert Version("2.3") <= omegaconf < Version("2.4")
@@ -140,7 +175,7 @@ def test_installing_it_beside_hydra_moves_neither_torch_nor_lightning(wheel: Pat
 
 def test_installing_it_beside_what_is_pinned_changes_none_of_it(wheel: Path) -> None:
     pinned = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "pytorch-lightning", "lightning")]
-    assert set(planned(wheel, *pinned)) <= {"fastloop"}
+    assert set(planned(wheel, *pinned)) <= {"lightning-fastloop"}
 
 
 def test_a_conflict_would_be_found(wheel: Path) -> None:
@@ -152,8 +187,12 @@ def test_a_conflict_would_be_found(wheel: Path) -> None:
 
 def constraints() -> dict[str, Any]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return {requirement.name: requirement for line in lines if line and not line.startswith("#")
-            for requirement in [Requirement(line)]}  # fmt: skip
+    return {
+        requirement.name: requirement
+        for line in lines
+        if line and not line.startswith("#")
+        for requirement in [Requirement(line)]
+    }
 
 
 def test_the_constraints_are_what_is_installed_here() -> None:

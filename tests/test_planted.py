@@ -47,11 +47,19 @@ def test_it_is_called_by_its_name(name: str) -> None:
     assert sum(finding.share_pct or 0 for finding in loop.findings) <= 100.1, "no more than the step has"
 
 
-@pytest.mark.parametrize(("plant", "found", "right"), [
-    ("none", [], True), ("none", ["data_wait"], False), ("getitem", [], False), ("getitem", ["sync"], False),
-    ("getitem", ["data_wait", "sync"], True), ("getitem", ["sync", "data_wait"], False),
-    ("getitem+callback", ["callbacks_logging", "data_wait"], True), ("getitem+callback", ["data_wait"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plant", "found", "right"),
+    [
+        ("none", [], True),
+        ("none", ["data_wait"], False),
+        ("getitem", [], False),
+        ("getitem", ["sync"], False),
+        ("getitem", ["data_wait", "sync"], True),
+        ("getitem", ["sync", "data_wait"], False),
+        ("getitem+callback", ["callbacks_logging", "data_wait"], True),
+        ("getitem+callback", ["data_wait"], False),
+    ],
+)
 def test_what_counts_as_right(plant: str, found: list[str], right: bool) -> None:
     assert planted.is_right(planted.CPU_PLANTS[plant], found) == right
 

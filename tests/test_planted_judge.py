@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from fastloop.compare import compare
-from fastloop.comparison import Outcome, Sample
+from fastloop.judge.verdict import compare
+from fastloop.records.experiment import Outcome, Sample
 from tests.commands.command_line import Said, run
 
 HERE = Path(__file__).parent
-SCRIPTS, SLOW = HERE / "planted_scripts", HERE / "commands" / "slow_recipe" / "slow.yaml"
+SCRIPTS, SLOW = HERE / "trainings" / "planted_scripts", HERE / "trainings" / "slow_recipe" / "slow.yaml"
 BASE_WORKERS = ("rungs.workers.enabled=true", "rungs.workers.count=2")
 BATCH = 4
 """Samples of a batch, in all of them."""
@@ -29,9 +29,18 @@ BATCH = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
-def fastloop(place: Path, *arguments: str | Path) -> Said:
-    return run(*arguments, "--out", "x", "--json", "-", cwd=place, limit_s=200,
-               env={"XDG_CACHE_HOME": str(place / "cache")})  # fmt: skip
+def fastloop(place: Path, *arguments: str | Path, executed: bool = False) -> Said:
+    return run(
+        *arguments,
+        "--out",
+        "x",
+        "--json",
+        "-",
+        cwd=place,
+        limit_s=200,
+        env={"XDG_CACHE_HOME": str(place / "cache")},
+        executed=executed,
+    )
 
 
 def folders(place: Path, arm: str) -> list[Path]:
@@ -52,16 +61,34 @@ def uncorrected(place: Path, arm: str) -> list[float]:
 
 def verdict(rates: Mapping[str, list[float]], arms: list[dict[str, Any]]) -> str:
     """What the judge says of other rates of the same runs."""
-    base, arm = (Sample(name=name, samples_per_s=tuple(rates[name]), places=tuple(row["places"]),
-                        active_rungs=("workers",), changed_rungs=() if name == "base" else ("workers",))
-                 for name, row in zip(("base", "arm"), arms, strict=True))  # fmt: skip
+    base, arm = (
+        Sample(
+            name=name,
+            samples_per_s=tuple(rates[name]),
+            places=tuple(row["places"]),
+            active_rungs=("workers",),
+            changed_rungs=() if name == "base" else ("workers",),
+        )
+        for name, row in zip(("base", "arm"), arms, strict=True)
+    )
     return compare(base, arm, Outcome(parity_class="exact", passed=True, why="it is")).verdict
 
 
 def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path) -> None:
     """The parent process spends a tenth of a step more on each batch that comes from a worker."""
-    said = fastloop(tmp_path, "ab", "--script", SCRIPTS / "sleepy.py", "rungs.workers.count=1", "--vs", "workers",
-                    "--runs", "3", "--steps", "60")  # fmt: skip
+    said = fastloop(
+        tmp_path,
+        "ab",
+        "--script",
+        SCRIPTS / "sleepy.py",
+        "rungs.workers.count=1",
+        "--vs",
+        "workers",
+        "--runs",
+        "3",
+        "--steps",
+        "60",
+    )
     found, one = said.json, said.json["comparisons"][0]
     assert (said.code, one["verdict"], one["parity"]["passed"]) == (0, "slower", True), said.err
     assert [(arm["name"], arm["active_rungs"]) for arm in found["arms"]] == [("base", []), ("workers", ["workers"])]
@@ -79,8 +106,20 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
     One in twenty 95 % intervals is wrong, so it has two tries.
     """
     for _ in range(2):
-        said = fastloop(tmp_path, "ab", "--script", SCRIPTS / "stalls.py", *BASE_WORKERS, "--vs",
-                        "rungs.workers.prefetch_factor=16", "--runs", "3", "--steps", "110", "--force")  # fmt: skip
+        said = fastloop(
+            tmp_path,
+            "ab",
+            "--script",
+            SCRIPTS / "stalls.py",
+            *BASE_WORKERS,
+            "--vs",
+            "rungs.workers.prefetch_factor=16",
+            "--runs",
+            "3",
+            "--steps",
+            "110",
+            "--force",
+        )
         found, one = said.json, said.json["comparisons"][0]
         if one["verdict"] in ("no_difference", "inconclusive"):
             break
@@ -88,12 +127,15 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
     assert one["ratio"] == pytest.approx(1, abs=0.05) and one["ci95"][0] < 1 < one["ci95"][1]
     assert one["parity"]["passed"] is True and one["parity"]["class"] == "exact"
     assert [arm["active_rungs"] for arm in found["arms"]] == [["workers"], ["workers"]]
-    queues = [json.loads((folders(tmp_path, arm)[0] / "measurement.json").read_text())["evidence"]["loader"]
-              ["queued_batches"] for arm in ("base", "1-")]  # fmt: skip
+    queues = [
+        json.loads((folders(tmp_path, arm)[0] / "measurement.json").read_text())["evidence"]["loader"]["queued_batches"]
+        for arm in ("base", "1-")
+    ]
     assert queues == [4, 32] and any("too short for its queues" in flag for flag in found["flags"])
 
-    fooled = {name: [1 / ms for ms in stopwatch_ms(tmp_path, folder)] for name, folder in (("base", "base"),
-                                                                                         ("arm", "1-"))}  # fmt: skip
+    fooled = {
+        name: [1 / ms for ms in stopwatch_ms(tmp_path, folder)] for name, folder in (("base", "base"), ("arm", "1-"))
+    }
     assert verdict(fooled, found["arms"]) == "faster", "the control: a stopwatch after as many steps"
     plain = {name: uncorrected(tmp_path, folder) for name, folder in (("base", "base"), ("arm", "1-"))}
     assert verdict(plain, found["arms"]) == "faster", "the control: the judge's own window without the queue's share"
@@ -102,8 +144,17 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
 def test_there_is_nothing_to_gain_in_a_tuned_training(tmp_path: Path) -> None:
     """A worker hides the loader, and what is left of the step no rung can make shorter."""
     on = [f"rungs.{rung}.enabled=true" for rung in ("workers", "amp", "fused")]
-    said = fastloop(tmp_path, "climb", SLOW, "recipe.step_ms=100", "recipe.load_ms=40", "rungs.workers.count=1", *on,
-                    "--budget", "5m")  # fmt: skip
+    said = fastloop(
+        tmp_path,
+        "climb",
+        SLOW,
+        "recipe.step_ms=100",
+        "recipe.load_ms=40",
+        "rungs.workers.count=1",
+        *on,
+        "--budget",
+        "5m",
+    )
     found = said.json
     assert said.code == 0 and found["stopped"].startswith("nothing to gain: "), said.err
     assert "NOTHING TO GAIN" in said.err and not found["partial"] and found["confirmed"] is None

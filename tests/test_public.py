@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fastloop
-from fastloop.config import RunSettings, WatchSettings, from_callback
+from fastloop.config.loading import RunSettings, WatchSettings, from_callback
 from fastloop.ladder import Ladder
 from tests.bridge.launch import python
 
@@ -23,8 +23,13 @@ KEYS: dict[str, Any] = {
     "run": {"max_steps": 200, "seed": 0, "devices": 1, "accelerator": "auto", "resume": None},
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
-        "workers": {"enabled": False, "count": "auto", "prefetch_factor": 2, "persistent": False,
-                    "start_method": "auto"},
+        "workers": {
+            "enabled": False,
+            "count": "auto",
+            "prefetch_factor": 2,
+            "persistent": False,
+            "start_method": "auto",
+        },
         "pin": {"enabled": False},
         "prefetch": {"enabled": False, "depth": 2},
         "batch": {"enabled": False, "micro_batch": "auto", "global_batch": "keep", "loss_is_mean": False},
@@ -32,11 +37,16 @@ KEYS: dict[str, Any] = {
         "layout": {"enabled": False},
         "fused": {"enabled": False},
         "compile": {"enabled": False, "mode": "default", "dynamic": None},
-        "overlap": {"enabled": False, "gradient_as_bucket_view": True, "bucket_cap_mb": None, "static_graph": False,
-                    "comm_hook": "none"},
+        "overlap": {
+            "enabled": False,
+            "gradient_as_bucket_view": True,
+            "bucket_cap_mb": None,
+            "static_graph": False,
+            "comm_hook": "none",
+        },
     },
-}  # fmt: skip
-"""A changed name or default breaks files that people have. Change this only together with a note in the README."""
+}
+"""A changed name or default breaks files that people have. Change this only together with a note in CHANGELOG.md."""
 
 
 def test_the_names_are_these_eight_and_sorted() -> None:
@@ -58,7 +68,7 @@ def test_importing_it_imports_neither_torch_nor_lightning(tmp_path: Path) -> Non
         "from fastloop import FastLoop\n"
         "print('LOOP', 'torch' in sys.modules, 'lightning' in sys.modules)\n"
     )
-    said = python("-c", program, cwd=tmp_path)
+    said = python("-c", program, cwd=tmp_path, executed=True)
     assert "FIRST [] True" in said and "RECORDS []" in said and "LOOP True True" in said, said
 
 
@@ -67,21 +77,28 @@ def test_it_is_typed() -> None:
 
 
 def test_the_version_is_the_distributions() -> None:
-    assert fastloop.__version__ == importlib.metadata.version("fastloop")
+    assert fastloop.__version__ == importlib.metadata.version("lightning-fastloop")
 
 
 def test_the_arguments_of_the_callback() -> None:
     arguments = inspect.signature(fastloop.FastLoop).parameters
     assert {name: argument.default for name, argument in arguments.items()} == {
-        "config": None, "out": None, "strict": None, "quiet": False,
-    }  # fmt: skip
+        "config": None,
+        "out": None,
+        "strict": None,
+        "quiet": False,
+    }
     kinds = {name: argument.kind.name for name, argument in arguments.items()}
     assert kinds.pop("config") == "POSITIONAL_OR_KEYWORD" and set(kinds.values()) == {"KEYWORD_ONLY"}
 
 
 def test_the_yaml_keys_and_their_defaults() -> None:
     config, _ = from_callback(None)
-    assert {"run": dataclasses.asdict(RunSettings()), "watch": dataclasses.asdict(WatchSettings()),
-            "rungs": dataclasses.asdict(Ladder()), "strict": config.strict} == KEYS  # fmt: skip
+    assert {
+        "run": dataclasses.asdict(RunSettings()),
+        "watch": dataclasses.asdict(WatchSettings()),
+        "rungs": dataclasses.asdict(Ladder()),
+        "strict": config.strict,
+    } == KEYS
     assert config.values == {**KEYS, "recipe": {}, "trainer": {}}
     assert list(config.values["rungs"]) == list(KEYS["rungs"]), "the order of the ladder is the order of planning"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from fastloop.bridge.gradients import GradientProbe
-from fastloop.bridge.ledger import Ledger
-from fastloop.commands.readback import read
-from fastloop.report import files
+from fastloop.bridge.trials.gradient_probe import GradientProbe
+from fastloop.bridge.trials.sample_ledger import Ledger
+from fastloop.judge import parity
+from fastloop.records import store, trial
+from fastloop.records.experiment import Gate
+from fastloop.records.store import read
 from tests import models, runs
 
 
@@ -78,8 +80,9 @@ def made(kind: Any, rungs: runs.Rungs, **settings: Any) -> tuple[Any, L.Trainer]
     return module, models.trainer(callbacks=loop, **{"accumulate_grad_batches": 4, **settings})
 
 
-def ledger(out: Path, kind: Any = Twin, train: Any = shuffled, rungs: runs.Rungs = None,
-           **settings: Any) -> tuple[dict[str, Any], Any]:  # fmt: skip
+def ledger(
+    out: Path, kind: Any = Twin, train: Any = shuffled, rungs: runs.Rungs = None, **settings: Any
+) -> tuple[dict[str, Any], Any]:
     """What a fit wrote down, and its module."""
     module, trainer = made(kind, rungs, **settings)
     Ledger.into(trainer, out)
@@ -88,14 +91,27 @@ def ledger(out: Path, kind: Any = Twin, train: Any = shuffled, rungs: runs.Rungs
     return json.loads((out / "ledger.json").read_text()), module
 
 
-def gradient(out: Path, reference: Path | None = None, kind: Any = Twin, train: Any = shuffled,
-             rungs: runs.Rungs = None, **settings: Any) -> tuple[dict[str, Any], Any]:  # fmt: skip
+def judge_ledgers(base: Mapping[str, Any], arm: Mapping[str, Any], **settings: Any) -> Gate:
+    """The ledger gate between what two fits wrote down."""
+    first, second = (store.decode(content, trial.Ledger) for content in (base, arm))
+    assert first is not None and second is not None
+    return parity.ledger_gate([(first, second)], **settings)
+
+
+def gradient(
+    out: Path,
+    reference: Path | None = None,
+    kind: Any = Twin,
+    train: Any = shuffled,
+    rungs: runs.Rungs = None,
+    **settings: Any,
+) -> tuple[dict[str, Any], Any]:
     """What a probe answered, as it reads in answer.json, and its module."""
     module, trainer = made(kind, rungs, **settings)
     probe = GradientProbe.into(trainer, out, reference)
     torch.manual_seed(1)
     trainer.fit(module, train())
-    files.write(out, {"answer.json": files.dump(probe.answer)})
+    store.write(out, {"answer.json": store.dump(probe.answer)})
     return read(out / "answer.json") or {}, module
 
 

@@ -12,32 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop import stats
-from fastloop.commands import gates, manifest, verdict
-from fastloop.commands.answer import Answer, Failed, leave
-from fastloop.commands.arms import Arm, ConfigArm
-from fastloop.commands.carry import name_of
-from fastloop.commands.disk import writing
-from fastloop.commands.experiment import Experiment, Settings, Side, Unplanned
-from fastloop.commands.headspace import failed
-from fastloop.commands.manifest import BASE, folder_of
-from fastloop.commands.outdir import Place, claim_or_resume, hold, stands
-from fastloop.commands.recipe_keys import check_recipe_keys
-from fastloop.commands.script import ScriptArm, command_of, under_this_python
-from fastloop.commands.supervise import Limits
-from fastloop.commands.surroundings import refuse_others
-from fastloop.commands.trial import Job, forget
-from fastloop.compare import LEAST_RUNS
-from fastloop.config import Config, diff
+from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.console import Answer, attach
+from fastloop.config.layers import as_patch
 from fastloop.errors import ConfigError
-from fastloop.layers import as_patch
-from fastloop.report import files
-from fastloop.secrets import Scrubber, mask
-
-SHARED = {"run.seed": "run i of every arm trains with run.seed + i; write it for all: as KEY=VALUE",
-          "run.max_steps": "all arms see the same number of samples; write --steps",
-          "run.resume": "all arms start alike; write it for all: as KEY=VALUE"}  # fmt: skip
-"""Keys that an arm cannot have for itself."""
+from fastloop.experiments.ab import parity_gates, results
+from fastloop.experiments.ab import resume as manifest
+from fastloop.experiments.ab.arms import Arm, ConfigArm
+from fastloop.experiments.ab.experiment import Experiment, Settings, Side, Unplanned
+from fastloop.experiments.ab.resume import BASE, refuse_others
+from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
+from fastloop.experiments.ab.sides import sides_of
+from fastloop.experiments.trials.failures import Failed, failed, writing
+from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
+from fastloop.experiments.trials.script_injection import name_of
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Job, forget
+from fastloop.judge import statistics
+from fastloop.judge.verdict import LEAST_RUNS
+from fastloop.records import store
+from fastloop.records.experiment import Manifest
+from fastloop.records.secrets import Scrubber, mask
+from fastloop.report.experiments import ab_report
 
 Progress = Callable[[str], None]
 
@@ -53,15 +49,23 @@ class Request:
     overrides: tuple[str, ...] = ()
     script: str | None = None
     args: str = ""
-    runs: stats.Runs = 5
+    runs: statistics.Runs = 5
     steps: int | None = None
     aa: bool = False
     band_pct: float = 3.0
     limit_s: float = 3600.0
 
 
-def request(*, base: str | None, overrides: Sequence[str], vs: Sequence[str], more: Sequence[str], runs: str,
-            steps: str, **others: Any) -> Request:  # fmt: skip
+def request(
+    *,
+    base: str | None,
+    overrides: Sequence[str],
+    vs: Sequence[str],
+    more: Sequence[str],
+    runs: str,
+    steps: str,
+    **others: Any,
+) -> Request:
     """What the command line says.
 
     Raises:
@@ -70,9 +74,15 @@ def request(*, base: str | None, overrides: Sequence[str], vs: Sequence[str], mo
     if base is not None and others.get("script") is not None and "=" in base:  # with a script the base has no name
         overrides = (base, *overrides)
         base = None
-    return Request(base=base, overrides=tuple(overrides), vs=tuple(vs), more=tuple(more),
-                   runs=_number("--runs", runs, LEAST_RUNS) or "auto", steps=_number("--steps", steps, 1),
-                   **others)  # fmt: skip
+    return Request(
+        base=base,
+        overrides=tuple(overrides),
+        vs=tuple(vs),
+        more=tuple(more),
+        runs=_number("--runs", runs, LEAST_RUNS) or "auto",
+        steps=_number("--steps", steps, 1),
+        **others,
+    )
 
 
 def _number(option: str, text: str, least: int) -> int | None:
@@ -80,8 +90,7 @@ def _number(option: str, text: str, least: int) -> int | None:
         return None
     if not text.isdecimal() or int(text) < least:
         few = option == "--runs" and text.isdecimal() and int(text) > 0
-        why = f"no verdict can come of fewer than {least} runs of each arm" if few else \
-            "it is neither auto nor a number of them"  # fmt: skip
+        why = f"a verdict needs at least {least} runs of each arm" if few else "it is neither auto nor a valid number"
         raise ConfigError(got=f"{option} {text}", why=why, do=f"write auto, or {least} or more")
     return int(text)
 
@@ -99,42 +108,51 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         check_recipe_keys(arms[0].config())
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
-    place = claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME)
-    try:
-        return _compared(asked, sides, place, name, new=resume is None, progress=progress)
-    except Unplanned as error:
-        forget(error.trial.run_dir)
-        if resume is None:  # nothing was trained
-            manifest.sweep(place.path)
-        raise failed(error.trial) from None
-    finally:
-        place.give_back()
+    with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
+        try:
+            return _compare(asked, sides, path, name, new=resume is None, progress=progress)
+        except Unplanned as error:
+            forget(error.trial.run_dir)
+            if resume is None:  # nothing was trained
+                manifest.sweep(path)
+            raise failed(error.trial) from None
 
 
-def _compared(asked: Request, sides: list[Side], place: Place, name: str, *, new: bool,
-              progress: Progress) -> Answer:  # fmt: skip
+def _compare(asked: Request, sides: list[Side], path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
     base = sides[0].arm.config()
     command = () if asked.script is None else command_of(asked.script, asked.args)
-    with hold(place.path), writing(place.path, manifest.NAME):
+    with hold(path), writing(path, manifest.NAME):
         for side in sides:
-            side.folder = place.path / side.folder
-        folders, told = [side.folder for side in sides], _told(asked, sides, command)
+            side.folder = path / side.folder
+        folders, content = [side.folder for side in sides], _describe(asked, sides, command)
         if new:
-            manifest.sweep(place.path, folders)
-            files.write(place.path, {manifest.NAME: files.dump(told)})
+            manifest.sweep(path, folders)
+            store.save(path, {manifest.NAME: content})
         else:
-            manifest.refuse_another(place.path, told)
+            manifest.refuse_another(path, content)
             if not command or under_this_python(command):
-                refuse_others(place.path, folders)
-        settings = Settings(runs=asked.runs, steps=asked.steps, warmup=base.watch.warmup_steps,
-                            band_pct=asked.band_pct, seed=base.run.seed,
-                            limits=Limits(total_s=asked.limit_s))  # fmt: skip
-        return carried_out(Experiment(sides, place.path, settings, progress), name)
+                refuse_others(path, folders)
+        settings = Settings(
+            runs=asked.runs,
+            steps=asked.steps,
+            warmup=base.watch.warmup_steps,
+            band_pct=asked.band_pct,
+            seed=base.run.seed,
+            limits=Limits(total_s=asked.limit_s),
+        )
+        return carried_out(Experiment(sides, path, settings, progress), name)
 
 
-def _told(asked: Request, sides: Sequence[Side], command: Sequence[str]) -> dict[str, Any]:
-    shown = {name: getattr(asked, name) for name in ("base", "script", "runs", "steps", "aa", "band_pct")}
-    return manifest.content(sides, command, (asked.vs, asked.more, asked.overrides, asked.args), shown)
+def _describe(asked: Request, sides: Sequence[Side], command: Sequence[str]) -> Manifest:
+    shown = Manifest(
+        base=asked.base,
+        script=asked.script,
+        runs=asked.runs,
+        steps=asked.steps,
+        aa=asked.aa,
+        band_pct=asked.band_pct,
+    )
+    return manifest.describe(sides, command, (asked.vs, asked.more, asked.overrides, asked.args), shown)
 
 
 def carried_out(experiment: Experiment, name: str) -> Answer:
@@ -142,26 +160,31 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
     try:
         experiment.run()
     except (KeyboardInterrupt, SystemExit) as stop:
-        leave(stop, verdict.write(experiment, name, partial=True))
-        experiment.say(stands(experiment.place))
+        attach(stop, results.write(experiment, name, partial=True))
+        experiment.say(describe_partial(experiment.place))
         raise
-    content = verdict.write(experiment, name, partial=False)
-    gates.sweep(experiment.place)
+    result = results.write(experiment, name, partial=False)
+    parity_gates.sweep(experiment.place)
     if experiment.base.failed is not None and not experiment.base.runs:
         trial = experiment.base.failed
-        text = trial.tail if trial.code == 2 and trial.tail else \
-            f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare with: {trial.cause}"  # fmt: skip
+        text = (
+            trial.tail
+            if trial.code == 2 and trial.tail
+            else f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare: {trial.cause}"
+        )
         failure = Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
-        leave(failure, content)
+        attach(failure, result)
         raise failure
-    return Answer(text="\n".join(verdict.lines(content)), json=content, exit_code=verdict.exit_code(experiment))
+    return Answer(
+        text="\n".join(ab_report.lines(result)), json=store.to_json(result), exit_code=results.exit_code(experiment)
+    )
 
 
 def arms_of(asked: Request) -> list[Arm]:
     """The base and one arm for each ``--vs``; names say what is changed."""
     vs = [*asked.vs, *([] if asked.vs or not asked.aa else [""])]
     if not vs:
-        do = "write --vs amp, --vs patch.yaml or --vs key=value; or --aa to test the judge"
+        do = "write --vs amp, --vs patch.yaml or --vs key=value; or --aa for an A/A test"
         raise ConfigError(got="fastloop ab without --vs", why="there is nothing to compare the base with", do=do)
     names = _names([text or "again" for text in vs])
     if asked.script is not None:
@@ -170,29 +193,36 @@ def arms_of(asked: Request) -> list[Arm]:
         raise ConfigError(got="fastloop ab", why="there is no base", do="write a configuration, or --script train.py")
     if asked.base.endswith(".py"):
         again = " ".join(f"--vs {text}" for text in mask(vs))
-        raise ConfigError(got=f"fastloop ab {asked.base}", why="it is a script, and the base is a configuration",
-                          do=f"write fastloop ab --script {asked.base} {again}")  # fmt: skip
+        raise ConfigError(
+            got=f"fastloop ab {asked.base}",
+            why="it is a script, but the base must be a configuration",
+            do=f"write fastloop ab --script {asked.base} {again}",
+        )
     watched = ("watch.enabled=true", "watch.trace_steps=0")
     job = Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *watched))
     made: list[Arm] = [ConfigArm(name=BASE, job=job)]
     for name, text in zip(names, vs, strict=True):
         more, overrides = _patch(text)
-        made.append(ConfigArm(name=name, job=Job(conf=job.conf, more=(*job.more, *more),
-                                                 overrides=(*job.overrides, *overrides))))  # fmt: skip
+        made.append(
+            ConfigArm(
+                name=name, job=Job(conf=job.conf, more=(*job.more, *more), overrides=(*job.overrides, *overrides))
+            )
+        )
     return made
 
 
 def _script_arms(asked: Request, vs: Sequence[str], names: Sequence[str]) -> list[Arm]:
     if asked.base is not None:
-        do = "write the script's arguments as --args \"…\", and a configuration without --script"
+        do = 'write the script\'s arguments as --args "…", and a configuration without --script'
         raise ConfigError(got=f"fastloop ab {asked.base} --script {asked.script}", why="there are two bases", do=do)
     assert asked.script is not None
     command = command_of(asked.script, asked.args)
     made: list[Arm] = [ScriptArm(name=BASE, command=command, more=asked.more, overrides=asked.overrides)]
     for name, text in zip(names, vs, strict=True):
         more, overrides = _patch(text)
-        made.append(ScriptArm(name=name, command=command, more=(*asked.more, *more),
-                              overrides=(*asked.overrides, *overrides)))  # fmt: skip
+        made.append(
+            ScriptArm(name=name, command=command, more=(*asked.more, *more), overrides=(*asked.overrides, *overrides))
+        )
     return made
 
 
@@ -225,37 +255,3 @@ def _names(vs: Sequence[str]) -> list[str]:
         count = sum(other == name or other.startswith(f"{name} (") for other in (BASE, *names))
         names.append(f"{name} ({count + 1})" if count else name)
     return names
-
-
-def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
-    """The arms with what each changes; their folders are relative yet.
-
-    Raises:
-        ConfigError: an arm that cannot be read, that changes nothing, or what all arms share.
-    """
-    base = arms[0].config()
-    sides = [Side(arm=arms[0], folder=folder_of(0, BASE))]
-    for number, arm in enumerate(arms[1:], start=1):
-        keys = changes(base, arm.config())
-        if (shared := next((key for key in keys if key in SHARED), None)) is not None:
-            raise ConfigError(got=f"--vs {arm.name}", why=f"{shared} is the same for all arms: {SHARED[shared]}",
-                              do="leave it out of --vs", key=shared)  # fmt: skip
-        if not keys and not aa:
-            raise ConfigError(got=f"--vs {arm.name}", why="it changes nothing, so both arms are the same training",
-                              do="switch something, such as --vs amp; or write --aa to test the judge")  # fmt: skip
-        twin = next((other.name for other in arms[1:number] if not changes(other.config(), arm.config())), None)
-        if twin is not None and not aa:
-            raise ConfigError(got=f"--vs {arm.name}", why=f"it is the same training as --vs {twin}",
-                              do="leave one of them out; or write --aa to test the judge")  # fmt: skip
-        rungs = tuple(dict.fromkeys(key.split(".")[1] for key in keys if key.startswith("rungs.")))
-        others = tuple(key for key in keys if not key.startswith("rungs."))
-        sides.append(Side(arm=arm, folder=folder_of(number, arm.name), changed_rungs=rungs, changed_keys=others))
-    return sides
-
-
-def changes(a: Config, b: Config) -> list[str]:
-    """Keys that make two trainings differ: not those of how it is watched, nor the settings of a rung that is off."""
-    off = [{name for name, rung in config.ladder.rungs() if not rung.enabled} for config in (a, b)]
-    idle = off[0] & off[1]
-    return [key for key, _, _ in diff(a, b) if key.split(".")[0] not in ("watch", "strict")
-            and not (key.startswith("rungs.") and key.split(".")[1] in idle)]

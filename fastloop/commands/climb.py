@@ -1,37 +1,35 @@
-"""fastloop climb: goes up the ladder by itself, and proves in the end where it came to.
+"""fastloop climb: tries rungs by itself, keeps those that pay, and compares the result with the start.
 
-Everything a climb finds on its way is a screen: winners of screens look better than they are. Its headline is a fresh
+Everything a climb finds on its way is a screen: winners of screens seem better than they are. Its headline is a fresh
 A/B of the start against the top, with all gates.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from fastloop import facts as machine
-from fastloop.commands.answer import Answer, Failed, leave
-from fastloop.commands.ascent import Ascent
-from fastloop.commands.attempt import BaseFailed
-from fastloop.commands.bench import Bench
-from fastloop.commands.budget import Budget, Spent
-from fastloop.commands.candidates import Start
-from fastloop.commands.disk import writing
-from fastloop.commands.headspace import failed
-from fastloop.commands.manifest import fingerprint, recipe_fingerprint
-from fastloop.commands.outdir import claim_or_resume, hold, stands
-from fastloop.commands.readback import read
-from fastloop.commands.recipe_keys import check_recipe_keys
-from fastloop.commands.surroundings import refuse_others
-from fastloop.commands.trial import TRIAL, Job, forget
-from fastloop.commands.verdict import hardware
-from fastloop.config import Config
+from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.console import Answer, attach
+from fastloop.config.loading import Config, require_recipe
 from fastloop.errors import ConfigError
-from fastloop.report import files, staircase
-from fastloop.shipped import shipped
+from fastloop.evidence import machine
+from fastloop.experiments.ab.results import hardware
+from fastloop.experiments.ab.resume import fingerprint, recipe_fingerprint, refuse_others
+from fastloop.experiments.climb.attempt import BaseFailed
+from fastloop.experiments.climb.budget import Budget, Spent
+from fastloop.experiments.climb.candidates import Start
+from fastloop.experiments.climb.interface import Runner
+from fastloop.experiments.climb.loop import Climb
+from fastloop.experiments.climb.runner import ProcessRunner
+from fastloop.experiments.trials.failures import Failed, failed, writing
+from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
+from fastloop.experiments.trials.trial import TRIAL, Job, forget
+from fastloop.records import store
+from fastloop.records.climb import ClimbFile, Confirmation, Speed
+from fastloop.report.experiments import climb_report
 
 NAME, LADDER = "climb.json", "ladder.yaml"
 WRITTEN = (NAME, LADDER, "report.md", "report.html")
@@ -40,8 +38,19 @@ ALLOW = ("changes-training",)
 Progress = Callable[[str], None]
 
 
-def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s: float, allow: Sequence[str],
-          out: str | None, force: bool, resume: str | None, limit_s: float, progress: Progress) -> Answer:  # fmt: skip
+def climb(
+    conf: str,
+    *,
+    more: Sequence[str],
+    overrides: Sequence[str],
+    budget_s: float,
+    allow: Sequence[str],
+    out: str | None,
+    force: bool,
+    resume: str | None,
+    limit_s: float,
+    progress: Progress,
+) -> Answer:
     """Find the fastest stack of rungs, and compare it with the start.
 
     Args:
@@ -56,165 +65,180 @@ def climb(conf: str, *, more: Sequence[str], overrides: Sequence[str], budget_s:
     """
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = job.config()
-    _check(config, budget_s, allow)
+    _check(budget_s, allow)
+    require_recipe(config)
     check_recipe_keys(config)
     place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
-    try:
-        with writing(place.path, NAME), hold(place.path):
-            before = _earlier(place.path, config, resume)
-            record = Record(place.path, config, allow, budget_s, before)
-            bench = Bench(job, place.path, record.budget, limit_s=limit_s, progress=progress)
-            start = Start(enabled=frozenset(config.ladder.enabled()), devices=config.run.devices,
-                          allow=frozenset(record.allow),
-                          cpus=max(1, machine.usable_cpus() // config.run.devices))  # fmt: skip
-            record.ascent = Ascent(bench, start, warmup=config.watch.warmup_steps, rows=before.get("rungs") or (),
-                                   ceilings=before.get("ceilings_samples_per_s"),
-                                   notes=before.get("ceilings_notes"), save=record.save)  # fmt: skip
-            return _climbed(record, progress)
-    finally:
-        place.give_back()
+    with place as path, writing(path, NAME), hold(path):
+        recorder = Recorder(path, config, allow, budget_s, _load_earlier(path, config, resume))
+        runner = ProcessRunner(job, path, recorder.budget, limit_s=limit_s, progress=progress)
+        return _run(recorder, recorder.begin(runner), progress)
 
 
-class Record:
-    """What a climb writes into its directory.
+class Recorder:
+    """Writes what a climb finds into its directory.
 
     Args:
-        before: the ``climb.json`` of an earlier call, or nothing.
+        before: the ``climb.json`` of an earlier call; None of a new climb.
     """
 
-    def __init__(self, place: Path, config: Config, allow: Sequence[str], budget_s: float,
-                 before: Mapping[str, Any]) -> None:  # fmt: skip
-        self.place, self.config = place, config
+    def __init__(
+        self, place: Path, config: Config, allow: Sequence[str], budget_s: float, before: ClimbFile | None
+    ) -> None:
+        self.place, self.config, self.new = place, config, before is None
         self._recipe = recipe_fingerprint(config)  # as it is now: it may be edited meanwhile
-        self.allow = sorted({*allow, *(before.get("allow") or ())})
-        self._before_s, self.new = float(before.get("spent_s") or 0.0), not before
+        self._before = before or ClimbFile()
+        self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
+        self.allow = tuple(sorted({*allow, *self._before.allow}))
         self.budget = Budget(budget_s, before_s=self._before_s)
-        self._budgets_s = float(before.get("budget_s") or 0.0) + budget_s
-        self.ascent: Ascent | None = None
+        self.climb: Climb | None = None
         self.stopped, self.partial = "", True
-        self.confirmed: Mapping[str, Any] | None = None
+        self.confirmed: Confirmation | None = None
 
-    def content(self) -> dict[str, Any]:
-        """Of ``climb.json``."""
-        ascent = self.ascent
-        assert ascent is not None
-        naive, rates = ascent.naive, ascent.top()
-        start = {"samples_per_s": naive and naive.samples_per_s, "step_ms": naive and naive.step_ms}
-        top = {"samples_per_s": rates.pop("now"), "step_ms": ascent.costs.now_ms} if ascent.costs else start
+    def begin(self, runner: Runner) -> Climb:
+        """The climb, from where an earlier call left it; each of its decisions is saved."""
+        start = Start(
+            enabled=frozenset(self.config.ladder.enabled()),
+            devices=self.config.run.devices,
+            allow=frozenset(self.allow),
+            cpus=max(1, machine.usable_cpus() // self.config.run.devices),
+        )
+        self.climb = Climb(
+            runner,
+            start,
+            warmup=self.config.watch.warmup_steps,
+            rows=self._before.rungs,
+            ceilings=self._before.ceilings_samples_per_s,
+            notes=self._before.ceilings_notes,
+            save=self.save,
+        )
+        return self.climb
+
+    def content(self) -> ClimbFile:
+        """All that is known by now."""
+        climb = self.climb
+        assert climb is not None
+        naive, rates = climb.naive, climb.compute_top_rates()
+        start = Speed() if naive is None else Speed(samples_per_s=naive.samples_per_s, step_ms=naive.step_ms)
+        rate = rates.pop("now", None)
         trials = [naive.trial] if naive is not None and naive.trial is not None else []
-        return {
-            "schema": files.SCHEMA, "run_dir": str(self.place), "name": self.config.name,
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "hardware": hardware(trials),
-            "naive": start, "ceilings_samples_per_s": ascent.ceilings, "ceilings_top_samples_per_s": rates,
-            "ceilings_notes": ascent.notes,
-            "rungs": ascent.rows, "stack": {"rungs": dict(ascent.stack)}, "top": top,
-            "stopped": self.stopped, "confirmed": _told(self.confirmed), "allow": self.allow,
-            "config_sha256": fingerprint(self.config), "recipe_sha256": self._recipe, "budget_s": self._budgets_s,
-            "spent_s": round(self._before_s + self.budget.spent_s(), 1), "partial": self.partial,
-        }  # fmt: skip
+        return ClimbFile(
+            run_dir=str(self.place),
+            name=self.config.name,
+            date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            hardware=hardware(trials),
+            naive=start,
+            ceilings_samples_per_s=climb.ceilings,
+            ceilings_top_samples_per_s=rates,
+            ceilings_notes=climb.notes,
+            rungs=tuple(climb.rows),
+            stack={"rungs": climb.stack},
+            top=start if climb.costs is None else Speed(samples_per_s=rate, step_ms=climb.costs.now_ms),
+            stopped=self.stopped,
+            confirmed=self.confirmed,
+            allow=self.allow,
+            config_sha256=fingerprint(self.config),
+            recipe_sha256=self._recipe,
+            budget_s=self._budget_s,
+            spent_s=round(self._before_s + self.budget.spent_s(), 1),
+            partial=self.partial,
+        )
 
     def save(self) -> None:
         """After each decision."""
-        files.write(self.place, {NAME: files.dump(self.content())})
+        store.save(self.place, {NAME: self.content()})
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> ClimbFile:
         """All of it, with the ladder and the reports."""
         content = self.content()
-        files.write(self.place, {NAME: files.dump(content)})  # first: to draw the reports takes seconds
-        files.write(self.place, {LADDER: staircase.ladder_yaml(content), **staircase.reports(content)})
+        store.save(self.place, {NAME: content})  # first: to draw the reports takes seconds
+        store.write(self.place, {LADDER: climb_report.ladder_yaml(content), **climb_report.reports(content)})
         return content
 
 
-def _climbed(record: Record, say: Progress) -> Answer:
-    ascent = record.ascent
-    assert ascent is not None
-    record.save()
+def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
+    recorder.save()
     try:
         try:
-            record.stopped = ascent.climb()
+            recorder.stopped = climb.climb()
             complete = True
         except Spent as spent:
-            record.stopped, complete = f"the budget is spent; next would have been: {spent.what}", False
+            recorder.stopped, complete = f"budget used up before: {spent.what}", False
         try:
-            record.confirmed = ascent.confirm() if ascent.costs is not None else None
-            record.partial = not complete and record.confirmed is None
+            recorder.confirmed = climb.confirm() if climb.costs is not None else None
+            recorder.partial = not complete and recorder.confirmed is None
         except Spent as spent:
-            record.stopped += f"; left: {spent.what}"
+            recorder.stopped += f"; left: {spent.what}"
     except BaseFailed as base:
-        raise _base_failed(record, base) from None
+        raise _end_without_base(recorder, climb, base) from None
     except BaseException as error:
         with contextlib.suppress(Exception):  # it must not hide what happened
-            record.stopped = record.stopped or "it was stopped"
-            leave(error, record.write())
+            recorder.stopped = recorder.stopped or "it was stopped"
+            attach(error, recorder.write())
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            say(stands(record.place))
+            say(describe_partial(recorder.place))
         raise
-    if record.partial or not complete:
-        record.stopped += f"; go on with --resume {record.place}"
-    content = record.write()
-    return Answer(text="\n".join(staircase.lines(content)), json=content, exit_code=_exit_code(content))
+    if recorder.partial or not complete:
+        recorder.stopped += f"; continue with --resume {recorder.place}"
+    content = recorder.write()
+    text = "\n".join(climb_report.lines(content))
+    return Answer(text=text, json=store.to_json(content), exit_code=_choose_exit_code(content))
 
 
-def _base_failed(record: Record, base: BaseFailed) -> Failed:
-    """What to end with where the training as it is, or the stack there is, does not run."""
-    trial = base.seen.trial
-    record.stopped = f"failed: {base.seen.cause or 'the run was too short to measure a rate'}"
+def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:
+    """What to end with where the training as it is, or with the stack reached so far, does not run."""
+    trial = base.result.trial
+    recorder.stopped = f"failed: {base.result.cause or 'the run was too short to measure a rate'}"
     ended = Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial)
     with contextlib.suppress(Exception):  # it must not hide what happened
-        leave(ended, record.write())
-    if trial is not None and trial.code == 2 and record.new and not (record.ascent and record.ascent.rows):
+        attach(ended, recorder.write())
+    if trial is not None and trial.code == 2 and recorder.new and not climb.rows:
         forget(trial.run_dir)
         for name in WRITTEN:
-            (record.place / name).unlink(missing_ok=True)
+            (recorder.place / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             trial.run_dir.parent.rmdir()
     return ended
 
 
-def _exit_code(content: Mapping[str, Any]) -> int:
-    found = content["confirmed"]
+def _choose_exit_code(content: ClimbFile) -> int:
+    found = content.confirmed
     if found is None:
-        return 4 if content["partial"] else 0
-    if found["failures"]:
+        return 4 if content.partial else 0
+    if found.failures:
         return 1
-    unproven = found["verdict"] == "faster" and found["parity"].get("undecided")  # as in compare.exit_code
-    return 3 if found["parity"]["passed"] is False else 4 if unproven or found["verdict"] == "inconclusive" else 0
+    unproven = found.verdict == "faster" and found.parity.undecided  # as in an A/B
+    return 3 if found.parity.passed is False else 4 if unproven or found.verdict == "inconclusive" else 0
 
 
-def _told(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The confirmation, from the ``comparison.json`` of its own directory."""
-    if comparison is None:
-        return None
-    first = comparison["comparisons"][0]
-    told = {key: first[key] for key in ("ratio", "ci95", "verdict", "why", "mde_pct", "runs", "parity")}
-    return {**told, "run_dir": comparison["run_dir"], "failures": [each["cause"] for each in comparison["failures"]]}
-
-
-def _check(config: Config, budget_s: float, allow: Sequence[str]) -> None:
-    if config.recipe_file is None:
-        raise ConfigError(got=config.name, do=f"write base: with one of {', '.join(sorted(shipped('recipes')))}",
-                          why="neither it nor one of its bases is a recipe, so there is nothing to train")  # fmt: skip
+def _check(budget_s: float, allow: Sequence[str]) -> None:
     if budget_s <= 0:
-        raise ConfigError(got=f"--budget {budget_s:g}", why="nothing can be done in that time",
-                          do="write a time such as 20m")  # fmt: skip
+        raise ConfigError(
+            got=f"--budget {budget_s:g}", why="nothing can be tried in that time", do="write a time such as 20m"
+        )
     if unknown := [each for each in allow if each not in ALLOW]:
-        raise ConfigError(got=f"--allow {unknown[0]}", why="there is nothing of that name to allow",
-                          do=f"write {' or '.join(ALLOW)}")  # fmt: skip
+        raise ConfigError(got=f"--allow {unknown[0]}", why="unknown value", do=f"write {' or '.join(ALLOW)}")
 
 
-def _earlier(place: Path, config: Config, resume: str | None) -> Mapping[str, Any]:
-    """The ``climb.json`` to go on from. Of a new climb, there is none, and nothing is found again in its directory."""
+def _load_earlier(place: Path, config: Config, resume: str | None) -> ClimbFile | None:
+    """The ``climb.json`` to go on from. A new climb has none, and finds no training in its directory again."""
     if resume is None:
         if (place / NAME).is_file():
             for trial in sorted(place.rglob(TRIAL)):
                 forget(trial.parent)
-        return {}
-    before = read(place / NAME) or {}
-    if before.get("config_sha256") != fingerprint(config):
-        raise ConfigError(got=f"--resume {place}", why="it was begun with another configuration",
-                          do="repeat the command as it was, or begin another climb")  # fmt: skip
-    if before.get("recipe_sha256") not in (None, recipe_fingerprint(config)):  # an older climb knows nothing of it
-        raise ConfigError(got=f"--resume {place}", why=f"since it began {config.recipe_file} was changed",
-                          do="undo the change, or begin another climb")  # fmt: skip
+        return None
+    before = store.load(place / NAME, ClimbFile) or ClimbFile()
+    if before.config_sha256 != fingerprint(config):
+        raise ConfigError(
+            got=f"--resume {place}",
+            why="it was started with another configuration",
+            do="repeat the original command, or start a new climb",
+        )
+    if before.recipe_sha256 not in (None, recipe_fingerprint(config)):  # an older climb knows nothing of it
+        raise ConfigError(
+            got=f"--resume {place}",
+            why=f"since it began {config.recipe_file} was changed",
+            do="undo the change, or start a new climb",
+        )
     refuse_others(place, {trial.parents[1] for trial in place.rglob(TRIAL)})
     return before

@@ -1,4 +1,4 @@
-"""fastloop diagnose: why the GPU is idle. Of a run there was, from its files; of a configuration, by running it.
+"""fastloop diagnose: explain why the GPU is idle, from a run directory or by running a configuration.
 
 A configuration is trained once as it is, and then in trials that take one cost away each: what they reach stands in the
 findings in place of estimates. All of it ends in one run directory, which reads like that of ``fastloop run``.
@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import diagnose as rules
-from fastloop.commands import again
-from fastloop.commands.answer import Answer
-from fastloop.commands.disk import writing
-from fastloop.commands.headspace import failed, wanted
-from fastloop.commands.outdir import ROOT, claim
-from fastloop.commands.readback import measurement_from, plan_from, read, verdicts_from
-from fastloop.commands.recipe_keys import check_recipe_keys
-from fastloop.commands.supervise import Limits
-from fastloop.commands.trial import UNWRITTEN, Job, Trial, clear, run_trial
-from fastloop.config import Config
+from fastloop.commands import rerun
+from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.console import Answer
+from fastloop.commands.headspace import wanted
+from fastloop.config.loading import Config
+from fastloop.config.shipped import shipped
 from fastloop.errors import ConfigError
-from fastloop.ladder import left_out
-from fastloop.measurement import CEILINGS, Measurement
-from fastloop.records import Finding, Plan, Verdict
-from fastloop.report import files, summary
-from fastloop.shipped import is_file, shipped
-from fastloop.worked import worked
+from fastloop.evidence.gpu.efficiency import add_work
+from fastloop.experiments.trials.failures import failed, writing
+from fastloop.experiments.trials.run_directories import ROOT, claim
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import UNWRITTEN, Job, Trial, clear, run_trial
+from fastloop.ladder import cards, left_out
+from fastloop.records import store
+from fastloop.records.measurement import CEILINGS, Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.run_files import MEASUREMENT, PlanFile, RunRecord, load_environment, load_plan, load_verdicts
+from fastloop.records.store import is_file, load, read
+from fastloop.records.trial import DeviceRates, FlopCounts
+from fastloop.report.run import files, summary
 
 TRIALS = "trials"
 HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
@@ -39,8 +42,18 @@ REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
 Progress = Callable[[str], None]
 
 
-def diagnose(target: str, *, more: Sequence[str], overrides: Sequence[str], syncs: bool, trace: int | None,
-             out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:  # fmt: skip
+def diagnose(
+    target: str,
+    *,
+    more: Sequence[str],
+    overrides: Sequence[str],
+    syncs: bool,
+    trace: int | None,
+    out: str | None,
+    force: bool,
+    limit_s: float,
+    progress: Progress,
+) -> Answer:
     """Findings first, of a run directory or of a configuration that is run for it.
 
     Args:
@@ -54,13 +67,21 @@ def diagnose(target: str, *, more: Sequence[str], overrides: Sequence[str], sync
     """
     where = run_directory(target)
     if where is None:
-        return _of_configuration(target, tuple(more), tuple(overrides), syncs, trace, out, force, limit_s, progress)
+        traced = () if trace is None else (f"watch.trace_steps={trace}",)
+        job = Job(
+            conf=target,
+            more=tuple(more),
+            overrides=(*overrides, "watch.enabled=true", *traced),
+            hunt_syncs=syncs,
+            further_steps=beyond(syncs, trace),
+        )
+        return _run_configuration(job, out, force, limit_s, progress)
     given = {"--config": more, "KEY=VALUE": overrides, "--syncs": syncs, "--trace": trace, "--out": out}
     if wrong := [name for name, value in given.items() if value]:
         got = f"{', '.join(wrong)} with the run directory {where}"
-        conf = again.configuration(where)
-        do = again.by_script(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
-        raise ConfigError(got=got, why="a run that is over stays as it was", do=do)
+        conf = rerun.configuration(where)
+        do = rerun.by_script(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
+        raise ConfigError(got=got, why="a finished run cannot be changed", do=do)
     return _of_run(where)
 
 
@@ -77,7 +98,7 @@ def run_directory(target: str) -> Path | None:
         return None
     if not is_file(path / "measurement.json"):
         do = f"write a configuration, or the directory that fastloop run printed, below {ROOT}/"
-        raise ConfigError(got=f"run directory {target}", why="it holds no measurement.json", do=do)
+        raise ConfigError(got=f"run directory {target}", why="it contains no measurement.json", do=do)
     return path
 
 
@@ -85,67 +106,65 @@ def run_directory(target: str) -> Path | None:
 
 
 def _of_run(where: Path) -> Answer:
-    content = read(where / "measurement.json")
-    if content is None:
+    seen = load(where / MEASUREMENT, Measurement)
+    if seen is None:
         raise ConfigError(got=f"{where}/measurement.json", why="it is no JSON object", do="run the training again")
-    seen, plan = measurement_from(content), plan_from(read(where / "plan.json") or {})
     try:
-        name = str((read(where / "env.json") or {}).get("name") or "")
-        return _told(where, name, seen, plan, verdicts_from(read(where / "verdicts.json") or {}))
+        name = load_environment(where).name or ""
+        return _answer(where, name, seen, load_plan(where), load_verdicts(where))
     except (AttributeError, TypeError, KeyError, ValueError) as error:  # edited by hand, or of some other program
-        why = f"its values are not what they should be: {type(error).__name__}: {error}"
+        why = f"it holds unexpected values: {type(error).__name__}: {error}"
         raise ConfigError(got=f"{where}/measurement.json", why=why, do="run the training again") from error
 
 
-def _told(where: Path, name: str, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...],
-          notes: Sequence[str] = (), **more: Any) -> Answer:  # fmt: skip
+def _answer(
+    where: Path,
+    name: str,
+    seen: Measurement,
+    plan: Plan,
+    verdicts: tuple[Verdict, ...],
+    notes: Sequence[str] = (),
+    **more: Any,
+) -> Answer:
     """The answer from the records; findings are made anew, by the rules of this version."""
     enabled = tuple(step.rung for step in plan.steps)
-    found = rules.findings(seen, enabled)
-    then, later = rules.next_steps(found, seen, enabled)
-    report = files.report_in(where)
+    found = rules.findings(seen, cards(), enabled)
+    then, later = rules.next_steps(found, seen, cards(), enabled)
+    report = store.report_in(where)
     lines = summary.lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
-    content = files.run_json(
-        str(where), plan=files.plan_json(plan), measurement=files.measurement_json(seen),
-        verdicts=files.verdicts_json(verdicts), findings=files.findings_json(found),
-    )  # fmt: skip
+    record = RunRecord(run_dir=str(where), plan=PlanFile.of(plan), measurement=seen, verdicts=verdicts, findings=found)
     if patch := next((finding.patch for finding in found if finding.patch), None):
-        lines.insert(len(lines) - (report is not None), f"PROVE    {again.to_prove(where, patch)}")
-    return Answer(text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**content, **more})
+        lines.insert(len(lines) - (report is not None), f"PROVE    {rerun.to_prove(where, patch)}")
+    return Answer(
+        text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**store.to_json(record), **more}
+    )
 
 
 # -- a configuration --------------------------------------------------------------------------------------------------
 
 
-def _of_configuration(conf: str, more: tuple[str, ...], overrides: tuple[str, ...], syncs: bool, trace: int | None,
-                      out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:  # fmt: skip
-    asked = (*overrides, "watch.enabled=true", *([] if trace is None else [f"watch.trace_steps={trace}"]))
-    job = Job(conf=conf, more=more, overrides=asked, hunt_syncs=syncs)
+def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:
     config, limits = job.config(), Limits(total_s=limit_s)
     check_recipe_keys(config)
-    place = claim(config.name, out, force=force)
-    try:
-        with writing(place.path):
-            longer = job.but(further_steps=beyond(syncs, trace))
-            base = run_trial("as it is", longer, place.path, limits=limits, progress=progress)
-            if not base.ok:
-                if base.code == 2:
-                    clear(place.path)
-                raise failed(base)
-            seen = measurement_from(base.measurement or {})
-            trials = []
-            for name, asks in _further(job, config, seen):
-                trials.append(run_trial(name, asks, place.path / TRIALS / name, limits=limits, progress=progress))
-                seen = with_trial(seen, trials[-1])
-    finally:
-        place.give_back()
-    plan = plan_from(read(place.path / "plan.json") or {})
-    verdicts = verdicts_from(read(place.path / "verdicts.json") or {})
-    with writing(place.path):
-        rewrite(place.path, config, seen, plan, verdicts)
-    notes = [*([UNWRITTEN] if any(trial.unsaved for trial in (base, *trials)) else []),
-             *(f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok)]
-    return _told(place.path, config.name, seen, plan, verdicts, notes, trials=[each.row() for each in (base, *trials)])
+    with claim(config.name, out, force=force) as path, writing(path):
+        base = run_trial("as it is", job, path, limits=limits, progress=progress)
+        if not base.ok:
+            if base.code == 2:
+                clear(path)
+            raise failed(base)
+        seen = base.measurement or Measurement()
+        trials = []
+        for name, further in _list_further(job, config, seen):
+            trials.append(run_trial(name, further, path / TRIALS / name, limits=limits, progress=progress))
+            seen = with_trial(seen, trials[-1])
+        plan, verdicts = load_plan(path), load_verdicts(path)
+        rewrite(path, config, seen, plan, verdicts)
+    notes = [
+        *([UNWRITTEN] if any(trial.unsaved for trial in (base, *trials)) else []),
+        *(f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok),
+    ]
+    rows = [store.to_json(trial) for trial in (base, *trials)]
+    return _answer(path, config.name, seen, plan, verdicts, notes, trials=rows)
 
 
 def beyond(syncs: bool, trace: int | None) -> int:
@@ -153,37 +172,45 @@ def beyond(syncs: bool, trace: int | None) -> int:
     return (HUNTED_STEPS if syncs else 0) + (trace + LEAD_IN_STEPS if trace else 0)
 
 
-def _further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:
+def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:
     """The trials after the first: ceilings, and what the run itself could not tell."""
-    plain = job.but("watch.trace_steps=0", hunt_syncs=False)
-    asked = [(name, plain.but(variation=name)) for name in wanted(config)]
+    plain = dataclasses.replace(job.override("watch.trace_steps=0"), hunt_syncs=False, further_steps=0)
+    further: list[tuple[str, Job]] = [(name, dataclasses.replace(plain, variation=name)) for name in wanted(config)]
     if seen.flops.get("per_sample") is None:
-        asked.append(("flops", plain.counted()))
+        further.append(("flops", plain.counted()))
     if seen.device == "cuda" and seen.peaks.get("measured_tflop_per_s") is None:
-        asked.append(("rates", plain.but(variation="rates")))
-    return asked
+        further.append(("rates", dataclasses.replace(plain, variation="rates")))
+    return further
 
 
 def with_trial(seen: Measurement, trial: Trial) -> Measurement:
     """The measurement with what a trial found in it; one that failed changes nothing."""
     if trial.name in CEILINGS:
         return dataclasses.replace(seen, ceilings={**seen.ceilings, trial.name: trial.samples_per_s})
-    answer = {key: value for key, value in (trial.answer or {}).items() if key != "schema"}
-    if not trial.ok or not answer:
-        return seen
-    if trial.name == "flops":
-        return worked(seen, flops=answer)
-    return worked(seen, gemm_tflop_per_s=answer.get("gemm_tflop_per_s"), copy_tb_per_s=answer.get("copy_tb_per_s"))
+    if trial.ok and isinstance(trial.answer, FlopCounts):
+        return add_work(seen, flops=store.to_json(trial.answer))
+    if trial.ok and isinstance(trial.answer, DeviceRates):
+        rates = trial.answer
+        return add_work(seen, gemm_tflop_per_s=rates.gemm_tflop_per_s, copy_tb_per_s=rates.copy_tb_per_s)
+    return seen
 
 
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Write the files of a run that depend on its measurement, anew."""
     enabled = tuple(step.rung for step in plan.steps)
-    found: tuple[Finding, ...] = rules.findings(seen, enabled)
-    then, later = rules.next_steps(found, seen, enabled)
+    found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled)
+    then, later = rules.next_steps(found, seen, cards(), enabled)
     contents = files.run_files(
-        config_yaml="", changed_yaml=(where / "config.diff.yaml").read_text(encoding="utf-8"),
-        environment=read(where / "env.json") or {}, plan=plan, seen=seen, verdicts=verdicts, findings=found,
-        left_out=left_out(config.ladder), name=config.name, then=then, later=later,
-    )  # fmt: skip
-    files.write(where, {name: text for name, text in contents.items() if name in REWRITTEN})
+        config_yaml="",
+        changed_yaml=(where / "config.diff.yaml").read_text(encoding="utf-8"),
+        env_json=store.dump(read(where / "env.json") or {}),
+        plan=plan,
+        seen=seen,
+        verdicts=verdicts,
+        findings=found,
+        left_out=left_out(config.ladder),
+        name=config.name,
+        then=then,
+        later=later,
+    )
+    store.write(where, {name: text for name, text in contents.items() if name in REWRITTEN})

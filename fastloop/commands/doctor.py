@@ -1,7 +1,7 @@
-"""What this machine and these versions can do, and what is wrong with them.
+"""fastloop doctor: check this machine, its GPUs and the installed versions.
 
-Versions come from metadata and GPUs from NVML; torch is asked in a process of its own, and not at all while a malicious
-release is installed. Nothing is printed here: the CLI draws the checks.
+Versions come from metadata and GPUs from NVML. torch is imported in a separate process, and not at all while a
+malicious release is installed. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fastloop import facts
-from fastloop.commands.answer import Answer
-from fastloop.commands.probes import Backend, NoAnswer, TorchProbe, exchange_gb_per_s, torch_probe
+import fastloop
+from fastloop.commands.console import Answer
+from fastloop.commands.torch_probe import Backend, NoAnswer, TorchProbe, exchange_gb_per_s, torch_probe
+from fastloop.evidence import machine
 
 Status = Literal["ok", "warn", "fail", "info"]
 Versions = Mapping[str, str]
-Gpus = Sequence[facts.GpuReading]
+Gpus = Sequence[machine.GpuReading]
 
 TESTED: dict[str, tuple[str, str | None]] = {
     "python": ("3.10", None),
@@ -30,7 +31,7 @@ TESTED: dict[str, tuple[str, str | None]] = {
     "pytorch-lightning": ("2.5", "2.6"),
     "omegaconf": ("2.3", None),
 }
-"""First and last minor version tested; ``None`` = no newer one is known to break."""
+"""First and last minor version tested; ``None``: no later version is known to break."""
 
 LIGHTNINGS = ("lightning", "pytorch-lightning")
 MALICIOUS_LIGHTNING = ((2, 6, 2), (2, 6, 3))
@@ -40,7 +41,7 @@ UNSAFE_CHECKPOINTS = {
     "lightning": ("2.6.6", "CVE-2026-58659"),
     "pytorch-lightning": ("2.6.6", "CVE-2026-58659"),
 }
-"""First version in which a foreign checkpoint does no harm, and the advisory on those before it."""
+"""First version in which loading an untrusted checkpoint is safe, and the advisory for earlier ones."""
 
 GIB = 2**30
 LEAST_MEMORY_BYTES = 4 * GIB
@@ -50,31 +51,31 @@ LEAST_OPEN_FILES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing looked at."""
+    """One thing that was checked."""
 
     name: str
     status: Status
-    """info: worth knowing, nothing to mend."""
+    """info: worth knowing, nothing to fix."""
     found: str
     do: str | None = None
-    """What to run or write instead."""
+    """How to fix it."""
 
 
 def doctor(*, comm: bool) -> Answer:
-    """All checks, a line each and what to do about it."""
+    """Run all checks: one line each, and how to fix what is wrong."""
     checks = check(comm=comm)
-    lines = [f"{one.status:<5} {one.name}: {one.found}" + (f"\n      do  {one.do}" if one.do else "")
-             for one in checks]  # fmt: skip
+    lines = [f"{one.status:<5} {one.name}: {one.found}" + (f"\n      do  {one.do}" if one.do else "") for one in checks]
     return Answer(text="\n".join(lines), json={**as_json(checks), "run_dir": None}, exit_code=exit_code(checks))
 
 
 def check(comm: bool = False) -> tuple[Check, ...]:
-    """Look at versions, machine, GPUs and optional packages; with ``comm`` time an all-reduce too (2 min at most)."""
-    found = facts.versions((*facts.PACKAGES, "pynvml", "redis"))
+    """Check versions, machine, GPUs and optional packages; with ``comm``, time an all-reduce too (at most 2 min)."""
+    found = machine.versions((*machine.PACKAGES, "pynvml", "redis"))
     poisoned = any(_release(found.get(name)) in MALICIOUS_LIGHTNING for name in LIGHTNINGS)
     probe = None if poisoned or "torch" not in found else torch_probe()
-    gpus = facts.gpus()
+    gpus = machine.gpus()
     checks = [
+        *_distribution_checks(machine.bare_distribution()),
         *_version_checks(found),
         *_machine_checks(os.environ),
         *_torch_checks(found, gpus, probe, os.environ),
@@ -105,21 +106,33 @@ def _check(status: Status, name: str, found: str, do: str | None = None) -> Chec
 # ---------------------------------------------------------------- versions
 
 
+def _distribution_checks(bare: Literal["ours", "stranger"] | None) -> Iterator[Check]:
+    """Warn about a distribution with the bare name: an old install of ours, or somebody else's package."""
+    name, home = f"distribution {machine.BARE_NAME}", Path(fastloop.__file__).parents[1]
+    again = f"pip uninstall {machine.BARE_NAME} && pip install -e {home}"
+    if bare == "ours":
+        yield _check("warn", name, f"an old install of this package, now called {machine.DISTRIBUTION}", again)
+    elif bare == "stranger":
+        why = "a different project, which installs into the same folder: `import fastloop` may load theirs"
+        both = f"pip uninstall {machine.BARE_NAME} {machine.DISTRIBUTION}, then install your clone or wheel again"
+        yield _check("warn", name, why, both)
+
+
 def _version_checks(found: Versions) -> Iterator[Check]:
     lightnings = [name for name in LIGHTNINGS if name in found]
     for name in ("python", "torch", *(lightnings or ["lightning"]), "omegaconf"):
         yield _version_check(name, found.get(name))
     for name, (safe, advisory) in UNSAFE_CHECKPOINTS.items():
         if name in found and _release(found[name]) < _release(safe):
-            do = f"load no checkpoint of others, or install {name}>={safe}"
+            do = f"install {name}>={safe}, or load only checkpoints you trust"
             yield _check("warn", f"{name} checkpoints", f"{found[name]} has {advisory}", do)
     if len(lightnings) == 2:
         status: Status = "info" if found["lightning"] == found["pytorch-lightning"] else "warn"
-        both = " beside ".join(f"{name} {found[name]}" for name in lightnings)
-        yield _check(status, "two Lightnings", both, "import from one of them throughout: they share no classes")
+        both = " and ".join(f"{name} {found[name]}" for name in lightnings)
+        yield _check(status, "two Lightnings", both, "import from one of them only: they share no classes")
     if "pynvml" in found:
         do = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
-        yield _check("warn", "pynvml", f"{found['pynvml']}, deprecated: nvidia-ml-py brings the same module", do)
+        yield _check("warn", "pynvml", f"{found['pynvml']}, deprecated: nvidia-ml-py provides the same module", do)
 
 
 def _version_check(name: str, version: str | None) -> Check:
@@ -132,7 +145,9 @@ def _version_check(name: str, version: str | None) -> Check:
         do = f'pip uninstall {name}; rotate all credentials this machine could read; pip install "{name}==2.6.6"'
         return _check("fail", name, f"{version} is a malicious release (GHSA-w37p-236h-pfx3)", do)
     if release < _release(low) or (high and release[:2] > _release(high)):
-        return _check("warn", name, f"{version}, tested is {span}", f"install {name} {span}, or watch the verdicts")
+        return _check(
+            "warn", name, f"{version}, tested with {span}", f"install {name} {span}, or check that rungs take effect"
+        )
     return _check("ok", name, version)
 
 
@@ -146,32 +161,32 @@ def _release(version: str | None) -> tuple[int, ...]:
 
 
 def _machine_checks(environ: Mapping[str, str]) -> Iterator[Check]:
-    usable, present = facts.usable_cpus(), os.cpu_count() or 1
+    usable, present = machine.usable_cpus(), os.cpu_count() or 1
     if usable < present:
-        do = "size workers by what is usable: affinity or a cgroup quota holds back the others"
+        do = "count only usable CPUs when you size workers: affinity or a cgroup quota limits this process"
         yield _check("info", "CPUs", f"{usable} of {present} usable", do)
     else:
         yield _check("ok", "CPUs", str(usable))
-    few_workers = "keep rungs.workers.count low: every worker is a Python of its own"
-    yield _enough("memory", facts.memory_bytes(), LEAST_MEMORY_BYTES, _gib, "unknown", few_workers)
-    more_shm = "give the container --shm-size=8g: workers hand over batches through /dev/shm"
-    yield _enough("shared memory", facts.shm_free_bytes(), LEAST_SHM_BYTES, _gib, "no /dev/shm here", more_shm)
-    more_files = "ulimit -n 65536: each batch in flight holds files open"
-    yield _enough("open files", facts.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
+    few_workers = "use few DataLoader workers: each one is a Python process"
+    yield _enough("memory", machine.memory_bytes(), LEAST_MEMORY_BYTES, _gib, "unknown", few_workers)
+    more_shm = "start the container with --shm-size=8g: workers pass batches through /dev/shm"
+    yield _enough("shared memory", machine.shm_free_bytes(), LEAST_SHM_BYTES, _gib, "no /dev/shm here", more_shm)
+    more_files = "ulimit -n 65536: every batch in flight keeps files open"
+    yield _enough("open files", machine.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
     yield _cache_check(environ)
-    compiler = facts.cxx_compiler(environ)
+    compiler = machine.cxx_compiler(environ)
     if compiler:
         yield _check("ok", "C++ compiler", compiler)
     else:
-        missing = f"torch.compile finds no {environ.get('CXX') or 'g++'}: the compile rung is off"
-        yield _check("warn", "C++ compiler", missing, "install one, or set CXX to the one you have")
+        missing = f"no {environ.get('CXX') or 'g++'}: torch.compile cannot work"
+        yield _check("warn", "C++ compiler", missing, "install g++, or set CXX to your compiler")
 
 
 def _enough(name: str, found: int | None, least: int, show: Callable[[int], str], absent: str, do: str) -> Check:
     if found is None:
         return _check("info", name, absent)
     if found < least:
-        return _check("warn", name, f"{show(found)}, less than {show(least)}", do)
+        return _check("warn", name, f"{show(found)}, below {show(least)}", do)
     return _check("ok", name, show(found))
 
 
@@ -181,10 +196,14 @@ def _gib(count_bytes: int | None) -> str:
 
 def _cache_check(environ: Mapping[str, str]) -> Check:
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    nearest = next(folder for folder in (home, *home.parents) if os.access(folder, os.F_OK))  # the rest is made there
+    nearest = next(
+        folder for folder in (home, *home.parents) if os.access(folder, os.F_OK)
+    )  # the missing part is created there
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return _check("ok", "cache directory", str(home))
-    return _check("warn", "cache directory", f"{home} cannot be written", "set XDG_CACHE_HOME to a directory of yours")
+    return _check(
+        "warn", "cache directory", f"{home} cannot be written", "set XDG_CACHE_HOME to a directory you can write to"
+    )
 
 
 # ---------------------------------------------------------------- torch and GPUs
@@ -192,10 +211,15 @@ def _cache_check(environ: Mapping[str, str]) -> Check:
 
 def _torch_checks(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ: Mapping[str, str]) -> Iterator[Check]:
     if probe is None:
-        yield _check("info", "torch and CUDA", "not asked: a package above is malicious or missing")
+        yield _check("info", "torch and CUDA", "not checked: a package above is malicious or missing")
         return
     if probe.trouble:
-        yield _check("fail", "torch and CUDA", probe.trouble, "python -c 'import torch', then reinstall torch")
+        yield _check(
+            "fail",
+            "torch and CUDA",
+            probe.trouble,
+            "run python -c 'import torch' to see the error, then reinstall torch",
+        )
         return
     yield _cuda_check(gpus, probe)
     visible = _visibility_check(gpus, probe, environ.get("CUDA_VISIBLE_DEVICES"))
@@ -204,14 +228,14 @@ def _torch_checks(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ
     if probe.cuda_available and "triton" in found:
         yield _check("ok", "triton", found["triton"])
     elif probe.cuda_available:
-        do = "reinstall torch, which brings its own triton"
-        yield _check("warn", "triton", "not installed: on CUDA the compile rung is off without it", do)
+        do = "reinstall torch, which comes with triton"
+        yield _check("warn", "triton", "not installed: torch.compile cannot work on CUDA", do)
 
 
 def _cuda_check(gpus: Gpus, probe: TorchProbe) -> Check:
-    name, build = "torch and CUDA", f"build for CUDA {probe.built_cuda}" if probe.built_cuda else "build without CUDA"
+    name, build = "torch and CUDA", f"built for CUDA {probe.built_cuda}" if probe.built_cuda else "built without CUDA"
     if probe.cuda_available:
-        return _check("ok", name, f"{build}, {probe.device_count} visible")
+        return _check("ok", name, f"{build}, {probe.device_count} device(s) visible")
     if not gpus:
         return _check("info", name, f"{build}, no device")
     do = "check CUDA_VISIBLE_DEVICES, then update the driver" if probe.built_cuda else "install a CUDA build of torch"
@@ -219,17 +243,19 @@ def _cuda_check(gpus: Gpus, probe: TorchProbe) -> Check:
 
 
 def _visibility_check(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Check | None:
-    """Whether torch sees as many devices as CUDA_VISIBLE_DEVICES names; where it is not set, as many as NVML counts."""
+    """Whether torch sees as many devices as CUDA_VISIBLE_DEVICES lists, or as NVML counts where it is not set."""
     if variable is None:
-        if probe.device_count >= len(gpus) or any(gpu.mig_enabled for gpu in gpus):  # CUDA counts slices its own way
+        if probe.device_count >= len(gpus) or any(
+            gpu.mig_enabled for gpu in gpus
+        ):  # CUDA counts MIG slices differently
             return None
-        do = "compare nvidia-smi -L: the driver or the container keeps some from CUDA"
+        do = "compare with nvidia-smi -L: the driver or the container hides some from CUDA"
         return _check("warn", "visible devices", f"torch sees {probe.device_count} of {len(gpus)}", do)
     named = list(itertools.takewhile(lambda entry: entry not in ("", "-1"), map(str.strip, variable.split(","))))
-    found = f"CUDA_VISIBLE_DEVICES={variable!r} names {len(named)}, torch sees {probe.device_count}"
+    found = f"CUDA_VISIBLE_DEVICES={variable!r} lists {len(named)}, torch sees {probe.device_count}"
     if probe.device_count == len(named) and (named or not gpus):
         return _check("ok", "visible devices", found)
-    return _check("warn", "visible devices", found, "correct or unset it: CUDA stops at the first entry it cannot find")
+    return _check("warn", "visible devices", found, "fix or unset it: CUDA stops at the first entry it cannot find")
 
 
 def _gpu_checks(gpus: Gpus, probe: TorchProbe | None) -> Iterator[Check]:
@@ -238,33 +264,33 @@ def _gpu_checks(gpus: Gpus, probe: TorchProbe | None) -> Iterator[Check]:
     if gpus:
         return
     if probe is None or not probe.cuda_available:
-        yield _check("info", "GPU", "no GPU: pin, prefetch and dali need CUDA; everything else works")
+        yield _check("info", "GPU", "no GPU: rungs that need CUDA are skipped, everything else works")
         return
-    yield _check("info", "GPU", "CUDA works, NVML gives no readings", "pip install nvidia-ml-py")
+    yield _check("info", "GPU", "CUDA works, but NVML cannot be read", "pip install nvidia-ml-py")
     if probe.bf16_native is False:
         yield _emulated_bf16("GPU")
 
 
-def _one_gpu(gpu: facts.GpuReading) -> Iterator[Check]:
+def _one_gpu(gpu: machine.GpuReading) -> Iterator[Check]:
     name = f"GPU {gpu.index}"
     memory = f"{_gib(gpu.memory_used_bytes)} of {_gib(gpu.memory_total_bytes)} in use"
     if gpu.name:
         yield _check("ok", name, f"{gpu.name}, {memory}, driver {gpu.driver or '?'}")
     else:
-        yield _check("warn", name, f"NVML cannot read it, driver {gpu.driver or '?'}", "nvidia-smi says what it needs")
+        yield _check("warn", name, f"NVML cannot read it, driver {gpu.driver or '?'}", "run nvidia-smi to see why")
     if gpu.foreign_pids:
         pids = ", ".join(map(str, gpu.foreign_pids))
-        do = "take an idle GPU (CUDA_VISIBLE_DEVICES): beside a neighbour no timing holds"
-        yield _check("warn", f"{name} neighbours", f"others compute on it: PID {pids}", do)
+        do = "pick an idle GPU (CUDA_VISIBLE_DEVICES): timings on a shared GPU are unreliable"
+        yield _check("warn", f"{name} neighbours", f"used by other processes: PID {pids}", do)
     if gpu.mig_enabled:
-        yield _check("info", f"{name} MIG", "on: a run gets a slice, while readings are of the whole GPU")
+        yield _check("info", f"{name} MIG", "on: a run gets one slice, but readings are for the whole GPU")
     if gpu.compute_capability and gpu.compute_capability < (8, 0):
         yield _emulated_bf16(name)
 
 
 def _emulated_bf16(name: str) -> Check:
-    do = "rungs.amp.mode: 16-mixed"
-    return _check("warn", f"{name} bf16", "emulated, slower: its compute capability is below 8.0", do)
+    do = "use float16 mixed precision: 16-mixed"
+    return _check("warn", f"{name} bf16", "emulated and slow: compute capability below 8.0", do)
 
 
 # ---------------------------------------------------------------- optional packages, exchange between processes
@@ -273,24 +299,25 @@ def _emulated_bf16(name: str) -> Check:
 def _extra_checks(found: Versions, probe: TorchProbe | None) -> Iterator[Check]:
     cuda_12 = probe is not None and (probe.built_cuda or "").startswith("12.")
     dali = found.get("nvidia-dali-cuda130") or found.get("nvidia-dali-cuda120")
-    for name, version, extra in (
-        ("torchvision", found.get("torchvision"), "recipes"),
-        ("DALI", dali, "dali-cuda12" if cuda_12 else "dali-cuda13"),
-        ("redis", found.get("redis"), "redis"),
+    for name, version, package, extra in (
+        ("torchvision", found.get("torchvision"), "torchvision", "recipes"),
+        ("DALI", dali, f"nvidia-dali-cuda{120 if cuda_12 else 130}", "dali-cuda12" if cuda_12 else "dali-cuda13"),
+        ("redis", found.get("redis"), "redis", "redis"),
     ):
         if version:
             yield _check("ok", name, version)
         else:
-            yield _check("info", name, "not installed, optional", f'pip install "fastloop[{extra}]"')
+            optional = f"not installed, optional: part of {machine.DISTRIBUTION}[{extra}]"
+            yield _check("info", name, optional, f"pip install {package}")
 
 
 def _comm_check(probe: TorchProbe | None) -> Check:
-    """NCCL over all visible GPUs where there are two or more, else gloo between two processes."""
+    """Time an all-reduce: NCCL over all visible GPUs where there are two or more, else gloo between two processes."""
     if probe is None or probe.trouble:
-        return _check("info", "all-reduce", "not measured: torch cannot be asked")
+        return _check("info", "all-reduce", "not measured: torch cannot be imported")
     on_gpus = probe.device_count >= 2
     backend: Backend = "nccl" if on_gpus else "gloo"
-    where = f"NCCL, {probe.device_count} GPUs" if on_gpus else "gloo on this CPU, 2 processes (says nothing of GPUs)"
+    where = f"NCCL, {probe.device_count} GPUs" if on_gpus else "gloo on this CPU, 2 processes (says nothing about GPUs)"
     try:
         speed = exchange_gb_per_s(backend, probe.device_count if on_gpus else 2)
     except NoAnswer as trouble:

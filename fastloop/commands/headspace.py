@@ -9,51 +9,50 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fastloop.commands import again
-from fastloop.commands.answer import Answer, Failed
-from fastloop.commands.disk import writing
-from fastloop.commands.outdir import claim
-from fastloop.commands.readback import measurement_from
-from fastloop.commands.recipe_keys import check_recipe_keys
-from fastloop.commands.supervise import Limits
-from fastloop.commands.trial import Job, Trial, forget, run_trial
-from fastloop.config import Config
+from fastloop.commands import rerun
+from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.console import Answer
+from fastloop.config.loading import Config
 from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
-from fastloop.measurement import CEILINGS, DISTURBED
-from fastloop.report import files
-from fastloop.report.summary import short
+from fastloop.experiments.trials.failures import failed, writing
+from fastloop.experiments.trials.run_directories import claim
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Job, forget, run_trial
+from fastloop.records import store
+from fastloop.records.ceilings import Baseline, Ceiling, CeilingsFile
+from fastloop.records.measurement import CEILINGS, DISTURBED
+from fastloop.records.trial import Trial, Variation
+from fastloop.report.run.summary import short
 
 NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"
 WORTH_PCT = 3.0
 """A ceiling below this is called none."""
-TOO_FAST = "faster than the run's own parts allow: one of them was disturbed"
-TOO_SLOW = "slower than the run that it should beat: disturbed by something else"
-FREE = {"replayed": "data were free", "resident": "data and copies were free",
-        "no_exchange": "data and the exchange were free"}  # fmt: skip
+TOO_FAST = "faster than the plain run's parts allow: one of the two was disturbed"
+TOO_SLOW = "slower than the plain run: disturbed by something else on this machine"
+FREE = {
+    "replayed": "data were free",
+    "resident": "data and copies were free",
+    "no_exchange": "data and the exchange were free",
+}
 FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "data and exchange"}
 
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """The rate without data (``replayed``), without data and copies (``resident``) or exchange (``no_exchange``)."""
-
-    samples_per_s: float | None = None
-    ratio: float | None = None
-    """To the baseline. What the exchange alone costs is ``no_exchange`` to ``replayed``."""
-    why: str | None = None
-    """Why there is none, or what to hold against it."""
-
-
-def headspace(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: str | None, force: bool,
-              limit_s: float, progress: Progress) -> Answer:  # fmt: skip
+def headspace(
+    conf: str,
+    *,
+    more: Sequence[str],
+    overrides: Sequence[str],
+    out: str | None,
+    force: bool,
+    limit_s: float,
+    progress: Progress,
+) -> Answer:
     """Measure a configuration as it is and with one cost after the other taken away.
 
     Raises:
@@ -61,72 +60,69 @@ def headspace(conf: str, *, more: Sequence[str], overrides: Sequence[str], out: 
         Failed: the training as it is failed.
         FastLoopError: the run directory cannot be written any more.
     """
-    if again.is_run(conf):
+    if rerun.is_run(conf):
         raise _of_a_run(Path(conf))
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config, limits = job.config(), Limits(total_s=limit_s)
     check_recipe_keys(config)
-    place = claim(config.name, out, force=force)
+    with claim(config.name, out, force=force) as path, writing(path):
 
-    def trial(name: str, changed: Job) -> Trial:
-        return run_trial(name, changed, place.path / name, limits=limits, progress=progress)
+        def trial(name: str, changed: Job) -> Trial:
+            return run_trial(name, changed, path / name, limits=limits, progress=progress)
 
-    try:
-        with writing(place.path):
-            first = trial(FIRST, job)
-            if not first.ok:
-                if first.code == 2:
-                    forget(first.run_dir)
-                raise failed(first)
-            ceilings = {name: trial(name, job.but(variation=name)) for name in wanted(config)}
-            content = told(str(place.path), (first, trial(LAST, job)), ceilings, config)
-            files.write(place.path, {NAME: files.dump(content)})
-    finally:
-        place.give_back()
-    return Answer(text="\n".join(lines(content, config.name)), json=content)
+        first = trial(FIRST, job)
+        if not first.ok:
+            if first.code == 2:
+                forget(first.run_dir)
+            raise failed(first)
+        ceilings: dict[str, Trial] = {
+            name: trial(name, dataclasses.replace(job, variation=name)) for name in wanted(config)
+        }
+        result = summarize(str(path), (first, trial(LAST, job)), ceilings, config)
+        store.save(path, {NAME: result})
+    return Answer(text="\n".join(format_lines(result, config.name)), json=store.to_json(result))
 
 
 def _of_a_run(where: Path) -> ConfigError:
-    conf = again.configuration(where)
-    do = f"run fastloop headspace {conf}" if conf is not None else \
-        f"name a configuration with a recipe; {again.CONFIGURATION} of this run has none"  # fmt: skip
-    return ConfigError(got=f"the run directory {where}", do=do,
-                       why="ceilings are measured by training, and that takes a configuration")  # fmt: skip
+    conf = rerun.configuration(where)
+    do = (
+        f"run fastloop headspace {conf}"
+        if conf is not None
+        else f"name a configuration with a recipe; {rerun.CONFIGURATION} of this run has none"
+    )
+    return ConfigError(
+        got=f"the run directory {where}", do=do, why="measuring ceilings means training, which needs a configuration"
+    )
 
 
-def wanted(config: Config) -> tuple[str, ...]:
+def wanted(config: Config) -> tuple[Variation, ...]:
     """The ceilings that this training has."""
     return tuple(name for name in CEILINGS if name != "no_exchange" or config.run.devices > 1)
 
 
-def failed(trial: Trial) -> Failed:
-    """What to end with where the training as it is did not come to its end."""
-    own = trial.code == 2  # the child's configuration error, in its own words
-    cause = trial.cause or "it was too short to measure a rate"
-    text = trial.tail if own and trial.tail else f"{trial.tail}\nfastloop: the run failed: {cause}"
-    return Failed(text.lstrip("\n"), exit_code=2 if own else 1)
-
-
-def told(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Trial], config: Config) -> dict[str, Any]:
+def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Trial], config: Config) -> CeilingsFile:
     """The content of ``headspace.json``."""
-    rates = [rate for trial in baselines if (rate := trial.samples_per_s) is not None]
+    rates = tuple(rate for trial in baselines if (rate := trial.samples_per_s) is not None)
     rate = math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
-    drift = 100 * (rates[1] / rates[0] - 1) if len(rates) == 2 else None
-    short_window = any((trial.measurement or {}).get("window_too_short") for trial in baselines if trial.ok)
-    found = {name: ceiling(trials.get(name), rate, config, baselines) for name in CEILINGS}
-    return {
-        "schema": files.SCHEMA, "run_dir": run_dir,
-        "baseline": {"samples_per_s": rate, "runs": rates, "drift_pct": drift, "window_too_short": short_window,
-                     "why": next((f"{trial.name}: {trial.cause}" for trial in baselines if not trial.ok), None)},
-        "ceilings": {name: vars(each) for name, each in found.items()},
-        "trials": [trial.row() for trial in (baselines[0], *trials.values(), *baselines[1:])],
-    }  # fmt: skip
+    baseline = Baseline(
+        samples_per_s=rate,
+        runs=rates,
+        drift_pct=100 * (rates[1] / rates[0] - 1) if len(rates) == 2 else None,
+        window_too_short=any(trial.window_too_short for trial in baselines if trial.ok),
+        why=next((f"{trial.name}: {trial.cause}" for trial in baselines if not trial.ok), None),
+    )
+    return CeilingsFile(
+        run_dir=run_dir,
+        baseline=baseline,
+        ceilings={name: ceiling(trials.get(name), rate, config, baselines) for name in CEILINGS},
+        trials=(baselines[0], *trials.values(), *baselines[1:]),
+    )
 
 
 def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()) -> Ceiling:
     """What one trial says of the rate without one cost, held against the runs with it."""
     if trial is None:
-        return Ceiling(why=f"run.devices is {config.run.devices}: nothing is exchanged")
+        return Ceiling(why=f"run.devices is {config.run.devices}: there is no gradient exchange")
     if not trial.ok:
         return Ceiling(why=trial.cause)
     rate = trial.samples_per_s
@@ -136,33 +132,41 @@ def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselin
         return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_SLOW)
     if _too_fast(trial.name, rate, baselines):
         return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_FAST)
-    too_short = (trial.measurement or {}).get("window_too_short")
-    return Ceiling(samples_per_s=rate, ratio=rate / baseline, why="window too short" if too_short else None)
+    return Ceiling(
+        samples_per_s=rate, ratio=rate / baseline, why="window too short" if trial.window_too_short else None
+    )
 
 
 def _too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
     """Whether none of the runs as they are had as much in its parts as this trial would have saved of it."""
-    runs = [measurement_from(trial.measurement) for trial in baselines if trial.measurement]
+    runs = [trial.measurement for trial in baselines if trial.measurement]
     return bool(runs) and all(is_beyond(dataclasses.replace(seen, ceilings={name: rate}), name) for seen in runs)
 
 
-def lines(content: Mapping[str, Any], name: str) -> list[str]:
+def format_lines(result: CeilingsFile, name: str) -> list[str]:
     """The answer for people, verdict first."""
-    base, found = content["baseline"], content["ceilings"]
-    doubtful = [key for key, value in found.items() if value["why"] in (TOO_FAST, TOO_SLOW)]
-    ratios = {key: value["ratio"] for key, value in found.items() if value["ratio"] is not None and key not in doubtful}
+    base, found = result.baseline, result.ceilings
+    doubtful = [key for key, value in found.items() if value.why in (TOO_FAST, TOO_SLOW)]
+    ratios = {key: value.ratio for key, value in found.items() if value.ratio is not None and key not in doubtful}
     head = [f"fastloop {_verdict(ratios, doubtful)}   {name}"]
-    head += [f"if {FREE[key]}: {_said(value, found['replayed'] if key == 'no_exchange' else None)}"
-             for key, value in found.items()]  # fmt: skip
-    runs = " and ".join(short(rate) for rate in base["runs"])
-    head.append(f"as it is: {short(base['samples_per_s'])} samples/s" + (f" (before and after: {runs})" if runs else "")
-                + ("   window too short" if base["window_too_short"] else ""))  # fmt: skip
-    if base["drift_pct"] is not None and abs(base["drift_pct"]) > WORTH_PCT:
-        head.append(f"NOTE     the same run differed by {base['drift_pct']:+.1f} % before and after: smaller gains"
-                    " cannot be told from that")  # fmt: skip
-    if base["why"]:
-        head.append(f"NOTE     {base['why']}")
-    return [*head, f"FILES    {content['run_dir']}/{NAME}"]
+    head += [
+        f"if {FREE[key]}: {_format(value, found['replayed'] if key == 'no_exchange' else None)}"
+        for key, value in found.items()
+    ]
+    runs = " and ".join(short(rate) for rate in base.runs)
+    head.append(
+        f"as it is: {short(base.samples_per_s)} samples/s"
+        + (f" (before and after: {runs})" if runs else "")
+        + ("   window too short" if base.window_too_short else "")
+    )
+    if base.drift_pct is not None and abs(base.drift_pct) > WORTH_PCT:
+        head.append(
+            f"NOTE     the same run differed by {base.drift_pct:+.1f} % before and after: smaller gains"
+            " are within this noise"
+        )
+    if base.why:
+        head.append(f"NOTE     {base.why}")
+    return [*head, f"FILES    {result.run_dir}/{NAME}"]
 
 
 def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
@@ -178,15 +182,15 @@ def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
     return f"UP TO {_times(ratios[nearest])} WITHOUT {FAMILY[nearest].upper()}"
 
 
-def _said(value: Mapping[str, Any], replayed: Mapping[str, Any] | None) -> str:
+def _format(value: Ceiling, replayed: Ceiling | None) -> str:
     """A ceiling and what it is against: the trial with replayed batches where given and measured, or the baseline."""
-    if value["samples_per_s"] is None or value["ratio"] is None:
-        return f"n/a: {value['why']}"
-    doubt = f"; {value['why']}" if value["why"] else ""
-    times = _times(value["ratio"])
-    if replayed is not None and replayed["samples_per_s"]:
-        times = f"{_times(value['samples_per_s'] / replayed['samples_per_s'])} of replayed"
-    return f"{short(value['samples_per_s'])} samples/s ({times}, measured{doubt})"
+    if value.samples_per_s is None or value.ratio is None:
+        return f"n/a: {value.why}"
+    doubt = f"; {value.why}" if value.why else ""
+    times = _times(value.ratio)
+    if replayed is not None and replayed.samples_per_s:
+        times = f"{_times(value.samples_per_s / replayed.samples_per_s)} of replayed"
+    return f"{short(value.samples_per_s)} samples/s ({times}, measured{doubt})"
 
 
 def _times(ratio: float) -> str:

@@ -1,109 +1,108 @@
 """What can be switched on: rungs that are off, apply to what was measured, and are not there already.
 
-Nobody is told to switch on what is on. A rung that is on and had no effect is said to have had none.
+A rung that is on is never proposed. If it is on without an effect, the finding says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastloop.diagnose.reading import families, kernels, micro_batches, number, precision
-from fastloop.measurement import Measurement
+from fastloop.records.card import DEVICE, Cards
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding
 
-NO_EFFECT = {False: "is on but did not take (its verdict says why)", None: "is on, and nothing shows that it took"}
-MOST_TIMES_LARGER = 8
-"""A micro-batch is not proposed to grow by more than this at once: its activations have to fit."""
-
-DOES = {
-    "pin": "pinned memory lets the copy engine read it directly",
-    "prefetch": "prefetch copies the next batches beside the running step",
-    "batch": "larger micro-batches at the same global batch launch fewer and larger kernels",
-    "amp": "bf16 runs matrix products on the tensor cores and moves half the bytes",
-    "layout": "channels_last spares the convolutions their transposes",
-    "fused": "one fused kernel updates all parameters",
-    "compile": "compiling merges elementwise kernels: fewer launches, less traffic",
-    "overlap": "the rung's bucket settings can hide more of the exchange behind the backward",
+NO_EFFECT = {
+    False: "is on but had no effect (its verdict says why)",
+    None: "is on, but nothing shows that it had an effect",
 }
+BEFORE_THE_DEVICE = ("data_wait", "h2d", "callbacks_logging", "sync", "host_other")
 
 
 class Remedy(NamedTuple):
-    """A patch, or None, and the words for it."""
+    """A patch or None, and its text."""
 
     patch: Mapping[str, Any] | None
     says: str
 
 
-def choose(seen: Measurement, enabled: tuple[str, ...], rungs: Sequence[str], instead: str, *,
-           together: bool = False) -> Remedy:  # fmt: skip
-    """The first of these rungs that is off and applies, or with `together` all that are; else what to do instead."""
-    free = [rung for rung in rungs if available(seen, enabled, rung)]
-    if free:
-        free = free if together else free[:1]
-        return Remedy({"rungs": {rung: settings(seen, rung) for rung in free}}, "; ".join(DOES[rung] for rung in free))
-    idle = [f"{rung} {NO_EFFECT[took(seen, rung)]}" for rung in rungs if rung in enabled and not took(seen, rung)]
-    return Remedy(None, f"no rung helps: {'; '.join([*idle, instead])}")
+@dataclass(frozen=True, kw_only=True)
+class Rungs:
+    """All rungs, by their cards, and which of them are on."""
+
+    cards: Cards
+    enabled: tuple[str, ...] = ()
+
+    def choose(self, seen: Measurement, cause: str, instead: str, *, together: bool = False) -> Remedy:
+        """Choose the first rung against this cause that is off and applies, or with `together` all of them.
+
+        Without one, the text says what to do: advice of a rung's card, else `instead`.
+        """
+        rungs = self.list_against(cause)
+        if free := [rung for rung in rungs if self.is_available(seen, rung)]:
+            chosen = {rung: self.cards[rung] for rung in (free if together else free[:1])}
+            words = [card.does if isinstance(card.does, str) else card.does(seen) for card in chosen.values()]
+            return Remedy({"rungs": {rung: card.patch(seen) for rung, card in chosen.items()}}, "; ".join(words))
+        on = [rung for rung in rungs if rung in self.enabled]
+        idle = [f"{rung} {NO_EFFECT[took]}" for rung in on if not (took := self.took_effect(seen, rung))]
+        helps = "no further rung helps" if on and not idle else "no rung helps"
+        return Remedy(None, f"{helps}: {'; '.join([*idle, self.advise(seen, cause) or instead])}")
+
+    def advise(self, seen: Measurement, cause: str) -> str | None:
+        """Advice of a rung's card about this cause, for where no rung helps."""
+        for rung, card in self.cards.items():
+            advice = card.advice.get(cause)
+            if text := advice(seen, rung in self.enabled) if callable(advice) else advice:
+                return text
+        return None
+
+    def name_number(self, cause: str) -> str | None:
+        """The number of a rung against this cause that is on, as it is written: ``rungs.workers.count``."""
+        numbers = ((rung, self.cards[rung].tunes) for rung in self.list_against(cause) if rung in self.enabled)
+        return next((f"rungs.{rung}.{number.field}" for rung, number in numbers if number is not None), None)
+
+    def list_against(self, cause: str) -> list[str]:
+        """The rungs that address a cause, the first to try first."""
+        places = {rung: card.answers[cause] for rung, card in self.cards.items() if cause in card.answers}
+        return sorted(places, key=places.__getitem__)
+
+    def list_after(self, cause: str) -> list[str]:
+        """The rungs worth a try once one against this cause is on, the first to try first."""
+        places = {rung: {**card.answers, **card.follows} for rung, card in self.cards.items()}
+        return sorted((rung for rung in places if cause in places[rung]), key=lambda rung: places[rung][cause])
+
+    def is_available(self, seen: Measurement, rung: str) -> bool:
+        """Whether a rung is off, can apply here as far as is known, pays, and is not in the script already."""
+        return rung not in self.enabled and self.cards[rung].applies(seen)
+
+    def took_effect(self, seen: Measurement, rung: str) -> bool | None:
+        """Whether an enabled rung left evidence of an effect; None: unknown."""
+        for key, no_effect in self.cards[rung].evidence.items():
+            owner, _, name = key.rpartition(".")
+            value = (seen.evidence.get(owner or rung) or {}).get(name)
+            if value is not None:
+                return bool(value != no_effect)
+        return None
 
 
-def available(seen: Measurement, enabled: tuple[str, ...], rung: str) -> bool:
-    """Whether a rung is off, can apply here as far as was seen, and is not what the script does anyway."""
-    return rung not in enabled and APPLIES[rung](seen)
+def next_steps(
+    findings: tuple[Finding, ...], seen: Measurement, cards: Cards, enabled: tuple[str, ...] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Rungs to try after the patches, and once the device is the limit.
 
-
-def settings(seen: Measurement, rung: str) -> dict[str, Any]:
-    """A rung's fields in a patch."""
-    if rung != "batch":
-        return {"enabled": True}
-    assert seen.micro_batch
-    times = min(micro_batches(seen), MOST_TIMES_LARGER)
-    return {"enabled": True, "micro_batch": seen.micro_batch * times}
-
-
-def took(seen: Measurement, rung: str) -> bool | None:
-    """Whether an enabled rung left evidence of an effect; None where nothing tells."""
-    found = seen.evidence.get("loader" if rung == "workers" else rung) or {}
-    key = next((key for key in TELLING[rung] if found.get(key) is not None), None)
-    return None if key is None else found[key] not in (0, False, "torch.float32", "highest")
-
-
-def _loader(seen: Measurement) -> Mapping[str, Any]:
-    return seen.evidence.get("loader") or {}
-
-
-def _own(seen: Measurement, what: str) -> bool:
-    """Whether the user's own script already does this."""
-    return bool((seen.evidence.get("model") or {}).get(what))
-
-
-def _compiled(seen: Measurement) -> bool:
-    names = [str(kernel.get("name")) for kernel in (kernels(seen) or {}).get("top") or ()]
-    return _own(seen, "compiled") or any(name.startswith("triton") for name in names)
-
-
-def _convolves(seen: Measurement) -> bool:
-    counted = number(seen.flops.get("convolution")) or number((seen.evidence.get("model") or {}).get("convs"))
-    return bool(counted or families(seen).get("convolution"))
-
-
-def _on_gpu(seen: Measurement) -> bool:
-    return seen.device == "cuda"
-
-
-APPLIES: Mapping[str, Callable[[Measurement], bool]] = {
-    "workers": lambda seen: _loader(seen).get("num_workers") == 0 and bool(_loader(seen).get("map_style")),
-    "pin": lambda seen: _on_gpu(seen) and _loader(seen).get("num_workers") is not None
-                        and not _loader(seen).get("pin_memory"),
-    "prefetch": _on_gpu,
-    "batch": lambda seen: micro_batches(seen) > 1,
-    "amp": lambda seen: _on_gpu(seen) and precision(seen) in ("fp32", "tf32"),
-    "layout": lambda seen: _on_gpu(seen) and _convolves(seen) and not _own(seen, "channels_last"),
-    "fused": lambda seen: _on_gpu(seen) and not _own(seen, "fused"),
-    "compile": lambda seen: _on_gpu(seen) and not _compiled(seen),
-    "overlap": lambda seen: seen.world_size > 1,
-}  # fmt: skip
-TELLING: Mapping[str, tuple[str, ...]] = {
-    "workers": ("num_workers",), "pin": ("pinned_tensors",), "prefetch": ("ahead_batches",),
-    "batch": ("changed_steps",), "amp": ("dtype", "matmul_precision"), "layout": ("channels_last_convs",),
-    "fused": ("fused_groups",), "compile": ("graphs",), "overlap": ("gradient_as_bucket_view", "bucket_cap_mb"),
-}  # fmt: skip
-"""Per rung the evidence that tells whether it took. The judge is the rung's own `verify`; this is for a hint."""
+    None of them is on, all apply as far as is known, and those of the patches are not repeated. Both are empty where
+    no patch is proposed.
+    """
+    patches = {finding.bottleneck: finding.patch.get("rungs", {}) for finding in findings if finding.patch}
+    if not any(patches.values()):
+        return (), ()
+    rungs, known = Rungs(cards=cards, enabled=enabled), {rung for patch in patches.values() for rung in patch}
+    after = dict.fromkeys(rung for cause in patches for rung in rungs.list_after(cause))
+    then = tuple(rung for rung in after if rung not in known and rungs.is_available(seen, rung))
+    if seen.device != "cuda" or findings[0].bottleneck not in BEFORE_THE_DEVICE:
+        return then, ()
+    known.update(then)
+    return then, tuple(
+        rung for rung in rungs.list_against(DEVICE) if rung not in known and rungs.is_available(seen, rung)
+    )

@@ -3,51 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from fastloop.diagnose import busy, comm, data, device, gaps, host, nothing, pauses
-from fastloop.diagnose.headline import title
-from fastloop.diagnose.naming import serial_gain_pct
-from fastloop.diagnose.reading import number, step_ms
-from fastloop.diagnose.split import WORTH_NAMING_PCT
-from fastloop.measurement import PARTS, Measurement
-from fastloop.records import Finding
+from fastloop.diagnose import between_steps, device, host, no_bottleneck, waits
+from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution, attribute
+from fastloop.diagnose.finding import bound_gain_pct
+from fastloop.diagnose.remedies import Rungs
+from fastloop.records.card import Cards
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding
 
-Rule = Callable[[Measurement, tuple[str, ...]], Finding | None]
-RULES: tuple[Rule, ...] = (
-    comm.straggler, data.data_wait, data.h2d, host.sync, host.host_other, host.launch_bound, host.callbacks_logging,
-    comm.comm_exposed, device.fp32_math, device.memory_bound, device.compute_bound, gaps.validation, gaps.checkpoint,
-    gaps.epoch_gap,
-)  # fmt: skip
+Rule = Callable[[Attribution, Rungs], Finding | None]
+RULES: Mapping[str, Rule] = {
+    "straggler": waits.find_straggler,
+    "data_wait": waits.find_data_wait,
+    "h2d": waits.find_h2d,
+    "sync": host.find_sync,
+    "host_other": host.find_host_other,
+    "launch_bound": host.find_launch_bound,
+    "callbacks_logging": host.find_callbacks_logging,
+    "comm_exposed": waits.find_comm_exposed,
+    "fp32_math": device.find_fp32_math,
+    "memory_bound": device.find_memory_bound,
+    "compute_bound": device.find_compute_bound,
+    "validation": between_steps.find_validation,
+    "checkpoint": between_steps.find_checkpoint,
+    "epoch_gap": between_steps.find_epoch_gap,
+}
 """One per bottleneck. Where shares are equal, the earlier comes first."""
 
 
-def findings(seen: Measurement, enabled: tuple[str, ...] = ()) -> tuple[Finding, ...]:
+def findings(seen: Measurement, cards: Cards, enabled: tuple[str, ...] = ()) -> tuple[Finding, ...]:
     """Bottlenecks in order of their share of the step, each with its headline; `none` where there is nothing to name.
 
     Args:
         seen: the measurement; ``evidence["loader"]`` says how the data was loaded, ``evidence["model"]``, if there,
             what the user's own code does already (``compiled``, ``channels_last``, ``fused``, and its ``convs``).
+        cards: all rungs' cards, as ``fastloop.ladder.cards`` gives them.
         enabled: rungs that are switched on, which no patch proposes again.
     """
-    if step_ms(seen) is None or not any(number(seen.parts_ms.get(part)) is not None for part in PARTS):
-        found = [nothing.too_short(seen)]
-    else:
-        named = [finding for rule in RULES if (finding := rule(seen, enabled)) is not None]
-        each = pauses.of_each_step(seen, named)
-        hidden = [finding for finding in named if finding not in each]
-        found = _within_the_step(each)
-        if len(found) > 1 and busy.is_well_used(seen):  # no reason to leave a slow validation as it is
-            found = [finding for finding in found if finding.bottleneck != "compute_bound"]
-        if found:
-            beside = filter(None, (pauses.told(seen, hidden), *nothing.doubts(seen)))
-            found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *beside))
-        found = found or [nothing.to_name(seen, hidden)]
+    step = attribute(seen)
+    rungs = Rungs(cards=cards, enabled=enabled)
+    found = [no_bottleneck.explain_no_step(seen)] if step is None else _apply_rules(step, rungs)
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *seen.state))
-    return tuple(dataclasses.replace(finding, title=finding.title or title(finding, seen)) for finding in found)
+    return tuple(found)
 
 
-def _within_the_step(found: list[Finding]) -> list[Finding]:
+def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
+    named = [finding for rule in RULES.values() if (finding := rule(step, rungs)) is not None]
+    each = between_steps.keep_costs_of_each_step(step, named)
+    hidden = [finding for finding in named if finding not in each]
+    found = _fit_into_the_step(each)
+    if len(found) > 1 and step.gpu_use == "well_used":  # no reason to leave a slow validation as it is
+        found = [finding for finding in found if finding.bottleneck != "compute_bound"]
+    if not found:
+        return [no_bottleneck.explain_none(step, hidden)]
+    beside = filter(None, (between_steps.describe_pauses(step, hidden), *no_bottleneck.list_doubts(step)))
+    found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *beside))
+    return found
+
+
+def _fit_into_the_step(found: list[Finding]) -> list[Finding]:
     """By share, and no more of them than the step has: what is left over after the larger ones bounds the smaller."""
     kept, left = [], 100.0
     for finding in sorted(found, key=lambda each: -(each.share_pct or 0.0)):
@@ -57,7 +73,7 @@ def _within_the_step(found: list[Finding]) -> list[Finding]:
             if share < WORTH_NAMING_PCT:
                 continue
             if gain is not None and finding.ceiling_is_estimate:
-                gain = min(gain, serial_gain_pct(share) or gain)
+                gain = min(gain, bound_gain_pct(share) or gain)
             finding = dataclasses.replace(finding, share_pct=share, ceiling_gain_pct=gain)
         left -= share or 0.0
         kept.append(finding)

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fastloop.diagnose.reading import CPU_WORTH_PCT, number, step_ms
-from fastloop.measurement import PARTS, Measurement
+from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.readings import CPU_WORTH_PCT, read_step_ms, to_number
 
 WORTH_SHARE = 0.05
 WAITS = ("backward", "comm_exposed", "host_other")
@@ -33,10 +33,10 @@ class Straggler(NamedTuple):
     others_part_ms: float
 
 
-def straggler(seen: Measurement) -> Straggler | None:
-    """The rank that the others wait for; None where all keep pace, or where it cannot be told."""
-    step = step_ms(seen)
-    found = [rank for rank in seen.ranks if number(_parts(rank).get("backward")) is not None]
+def find_straggler(seen: Measurement) -> Straggler | None:
+    """The rank that the others wait for; None where all keep pace, or where it is unknown."""
+    step = read_step_ms(seen)
+    found = [rank for rank in seen.ranks if to_number(_parts(rank).get("backward")) is not None]
     if step is None or len(found) < 2 or len(found) < len(seen.ranks):
         return None
     least = min(_waits(rank) for rank in found)
@@ -59,8 +59,8 @@ def _slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, flo
     others = [rank for index, rank in enumerate(found) if index != at]
 
     def gap(part: str) -> tuple[float, float]:
-        mine = number(_parts(found[at]).get(part)) or 0.0
-        return mine, statistics.median(number(_parts(rank).get(part)) or 0.0 for rank in others)
+        mine = to_number(_parts(found[at]).get(part)) or 0.0
+        return mine, statistics.median(to_number(_parts(rank).get(part)) or 0.0 for rank in others)
 
     own = [name for name in PARTS if name not in WAITS]
     part = max(own, key=lambda name: gap(name)[0] - gap(name)[1])
@@ -72,10 +72,10 @@ def _parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _waits(rank: Mapping[str, Any]) -> float:
-    """What a rank spends where it waits for others."""
-    return sum(number(_parts(rank).get(part)) or 0.0 for part in WAITS)
+    """Milliseconds of a rank in the parts where it waits for others."""
+    return sum(to_number(_parts(rank).get(part)) or 0.0 for part in WAITS)
 
 
 def _step(rank: Mapping[str, Any]) -> float | None:
     step = rank.get("step_ms")
-    return number(step.get("mean") if isinstance(step, Mapping) else step)
+    return to_number(step.get("mean") if isinstance(step, Mapping) else step)

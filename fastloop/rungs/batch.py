@@ -1,4 +1,4 @@
-"""Run each optimizer step's batch in the micro-batches that suit the device; the global batch stays.
+"""Use the micro-batch that suits the device; the global batch stays the same.
 
 Faster because  larger micro-batches fill the device and launch fewer kernels; smaller ones make a batch fit.
 Costs           activation memory of the larger micro-batch; one held gradient copy while a batch is split.
@@ -10,13 +10,66 @@ Source          https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.htm
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fastloop.errors import ConfigError, NotApplicable
-from fastloop.feeds.windows import counted_in_steps, why_not_merged
-from fastloop.measurement import Measurement
-from fastloop.records import Change, Facts, Parity, Verdict
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.feeds.accumulation_windows import explain_no_merge, explain_no_regrouping, list_changed_counts
+from fastloop.records.card import DEVICE, Card, ClimbState, SearchSpace, Tunable, Variant
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Change, Parity, Verdict
+from fastloop.records.readings import micro_batches
+
+MOST_TIMES_LARGER = 8
+"""A micro-batch is not proposed to grow by more than this at once: its activations have to fit."""
+
+
+def _larger(seen: Measurement) -> dict[str, Any]:
+    """The whole of an optimizer step in one micro-batch, or as much of it as is likely to fit."""
+    assert seen.micro_batch
+    return {"enabled": True, "micro_batch": seen.micro_batch * min(micro_batches(seen), MOST_TIMES_LARGER)}
+
+
+def _sizes(space: SearchSpace) -> Iterable[int]:
+    """Whole loader batches that divide the step."""
+    window = space.batches_per_step
+    return [space.micro_batch * count for count in range(2, window + 1) if window % count == 0]
+
+
+def _variants(state: ClimbState) -> Iterator[Variant]:
+    """The whole step in one micro-batch, or half of it where that does not fit."""
+    whole, micro = state.rank_batch, state.micro_batch
+    if whole is None or micro is None or whole <= micro:
+        refused = "a step is one micro-batch already: a larger one would change the global batch"
+        yield Variant(settings=(), refused=refused)
+        return
+    sizes = [size for size in (whole, whole // 2) if size > micro and not size % micro]
+    settings = tuple({"micro_batch": size} for size in sizes)
+    yield Variant(settings=settings, every=False, tune=whole >= 4 * micro)
+
+
+CARD = Card(
+    family="fill",
+    does="larger micro-batches at the same global batch launch fewer and larger kernels",
+    evidence={"changed_steps": 0},
+    answers={"launch_bound": 1, "tiny_step": 1, "small_kernels": 1, DEVICE: 4},
+    follows={"memory_bound": 5, "fp32_math": 5, "compute_bound": 4},
+    applies=lambda seen: micro_batches(seen) > 1,
+    patch=_larger,
+    variants=_variants,
+    tunes=Tunable(
+        field="micro_batch",
+        values=_sizes,
+        tolerance=0.01,
+        trained="replayed",
+        without=lambda space: space.micro_batch,
+        no_values="an optimizer step has one loader batch, so there is nothing to merge",
+    ),
+    regroups=True,
+)
+"""What other files know of this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,62 +91,58 @@ class Batch:
     """Your word that the loss is a mean over samples where the code looks otherwise."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.micro_batch, int) and self.micro_batch < 1:
-            raise ConfigError(key="batch.micro_batch", got=f"batch.micro_batch={self.micro_batch}",
-                              why="a micro-batch needs at least one sample", do="write a positive number")  # fmt: skip
+        why = "a micro-batch needs at least one sample"
+        require_positive("batch.micro_batch", self.micro_batch, why=why, do="write a positive number")
 
     def plan(self, facts: Facts) -> Change:
         """Decide between split, merge and nothing to do."""
         self._refuse(facts)
         if facts.loader is None:
-            return Change(waits_for="the train loader", facts={"micro_batches": True})
+            keys = ("step.micro_batch", "loader.window")
+            return Change(waits_for="the train loader", may_want=keys, facts={"micro_batches": True})
         assert isinstance(self.micro_batch, int)
         micro, size, window = self.micro_batch, facts.loader.batch_size, facts.accumulate
-        notes = [*self._notes(facts)]
+        wants, notes = {"step.micro_batch": micro}, self._notes(facts)
+        after: dict[str, Any] = {"micro_batches": True}
         if size is not None and micro > size and window > 1:
-            if (reason := why_not_merged(facts, facts.loader)) is not None:
+            if (reason := explain_no_merge(facts, facts.loader)) is not None:
                 raise NotApplicable(reason)
-            notes += counted_in_steps(facts, facts.loader)
-            return Change(parity=_parity(facts), notes=tuple(notes),
-                          wants={"step.micro_batch": micro, "loader.window": window,
-                                 "trainer.accumulate_grad_batches": 1},
-                          # A short last batch is a piece of its own even where a window runs in one.
-                          facts={"accumulate": 1, "micro_batches": True})  # fmt: skip
-        if size is not None and micro >= size:
-            raise NotApplicable(f"micro_batch={micro} with batches of {size} and no accumulation: a larger one would"
-                                " change the global batch" if micro > size else
-                                f"the loader's batches already have {size} samples")  # fmt: skip
-        return Change(parity=_parity(facts), notes=tuple(notes), wants={"step.micro_batch": micro},
-                      facts={"micro_batches": True})  # fmt: skip
+            wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
+            after["accumulate"] = 1  # a short last batch is a piece of its own even where a window runs in one
+            notes += list_changed_counts(facts, facts.loader)
+        elif size is not None and micro > size:
+            none = f"micro_batch={micro} with batches of {size} and no accumulation"
+            raise NotApplicable(f"{none}: a larger one would change the global batch")
+        elif micro == size:
+            raise NotApplicable(f"the loader's batches already have {size} samples")
+        # BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order.
+        parity: Parity = "changes-training" if facts.batchnorms else "approximate"
+        return Change(parity=parity, notes=tuple(notes), wants=wants, facts=after)
 
     def _refuse(self, facts: Facts) -> None:
         if self.micro_batch == "auto":
-            raise NotApplicable("micro_batch: auto comes in a later version; write a number")
-        if not facts.automatic_optimization:
-            raise NotApplicable("manual optimization: the module runs its own backward passes")
-        if not facts.plain_gradients:
-            raise NotApplicable(f"{facts.strategy} keeps gradients of its own; only one device and DDP are supported")
-        if facts.accumulation_scheduled:
-            raise NotApplicable("a GradientAccumulationScheduler changes the accumulation during training; it wins")
-        if facts.averages_weights_by_swa:
-            raise NotApplicable("StochasticWeightAveraging runs an extra epoch with the backward switched off; it wins")
-        if facts.steps_with_iterator:
-            raise NotApplicable("training_step(dataloader_iter) fetches its own batches")
-        if facts.grad_hooks:
-            raise NotApplicable("parameters carry post-accumulate gradient hooks, which would run once a micro-batch")
+            raise NotApplicable("micro_batch: auto does not exist yet; write a number")
+        if (reason := explain_no_regrouping(facts)) is not None:
+            raise NotApplicable(reason)
         if facts.batchnorms and self.micro_batch == 1:
             raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
-            raise NotApplicable(f"the loss is not a mean over samples: {', '.join(facts.not_mean_losses)};"
-                                " if it is, write batch.loss_is_mean: true")  # fmt: skip
+            raise NotApplicable(
+                f"the loss is not a mean over samples: {', '.join(facts.not_mean_losses)};"
+                " if it is, write batch.loss_is_mean: true"
+            )
 
     def _notes(self, facts: Facts) -> list[str]:
-        notes = ["a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
-                 " changes with the micro-batch: prove yours with fastloop ab"]  # fmt: skip
+        notes = [
+            "a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
+            " changes with the micro-batch: prove yours with fastloop ab"
+        ]
         if facts.batchnorms:
             names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
-            notes.append(f"{len(facts.batchnorms)} BatchNorm layers normalise over micro-batches of {self.micro_batch},"
-                         f" which changes the training: {names}")  # fmt: skip
+            notes.append(
+                f"{len(facts.batchnorms)} BatchNorm layers normalise over micro-batches of {self.micro_batch},"
+                f" which changes the training: {names}"
+            )
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -109,8 +158,3 @@ class Batch:
         if problem:
             why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
         return Verdict(took=True, why=why)
-
-
-def _parity(facts: Facts) -> Parity:
-    """BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order."""
-    return "changes-training" if facts.batchnorms else "approximate"

@@ -1,26 +1,66 @@
 """Compile the model's inner modules with Inductor, in place.
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
-Costs           seconds to minutes at the first step and for each new shape; an epoch's short last batch runs eager.
-Don't use when  a run is shorter than the compile time pays back, or shapes change at every step.
+Costs           seconds to minutes at the first step and for each new shape; an epoch's short last batch runs eagerly.
+Don't use when  the run is too short to pay back the compile time, or shapes change at every step.
 Evidence        graphs Dynamo captured since the rung was applied, with recompiles and graph breaks by cause
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
-from fastloop.evidence import graphs
-from fastloop.feeds.ragged import EagerWhenShort
-from fastloop.measurement import Measurement
-from fastloop.records import Action, Applied, Change, Facts, Verdict
+from fastloop.evidence.model import dynamo_graphs
+from fastloop.feeds.compiled_calls import CompiledCall
+from fastloop.records.card import DEVICE, Card, ClimbState, Variant
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.readings import compiles, micro_batches, on_gpu
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # accumulation would overwrite their buffers (pytorch #169545)
+
+
+def _variants(state: ClimbState) -> Iterator[Variant]:
+    """Graphs replay launches; static buffers forbid several backward passes for one step."""
+    graphs = state.on_cuda and state.launch_bound and state.one_backward
+    yield Variant(settings=({}, {"mode": "reduce-overhead"}) if graphs else ({},))
+
+
+def _advise_cuda_graphs(seen: Measurement, on: bool) -> str | None:
+    if not on or micro_batches(seen) > 1:
+        return None
+    return (
+        "compile's mode reduce-overhead replays CUDA graphs instead of launching kernels; else more work per launch: a"
+        " larger batch (which changes the training), larger kernels"
+    )
+
+
+CARD = Card(
+    family="compute",
+    does="compiling merges elementwise kernels: fewer launches, less traffic",
+    evidence={"graphs": 0},
+    answers={
+        "memory_bound": 1,
+        "memory_bound:convolutions": 3,
+        "elementwise": 1,
+        "optimizer": 2,
+        "launch_bound": 2,
+        DEVICE: 3,
+    },
+    follows={"fp32_math": 3, "compute_bound": 1},
+    advice={"launch_bound": _advise_cuda_graphs},
+    applies=lambda seen: on_gpu(seen) and not compiles(seen),
+    variants=_variants,
+    first_start_s=60.0,
+    plan_shows_refusal=True,
+)
+"""What other files know of this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +82,22 @@ class Compile:
             raise NotApplicable("no inner module to compile: the LightningModule holds no submodule with parameters")
         several = facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled
         if several and self.mode in CUDA_GRAPHS and facts.device == "cuda":
-            raise NotApplicable(f"mode {self.mode} replays CUDA graphs, which overwrite gradients under accumulation;"
-                                " write mode: default")  # fmt: skip
+            raise NotApplicable(
+                f"mode {self.mode} replays CUDA graphs, which overwrite gradients under accumulation;"
+                " write mode: default"
+            )
         names = ", ".join([name or "the module's own forward" for name in facts.compile_targets][:4])
         action = Action(keys=("model.compile",), when="model", do=self._compile)
-        return Change(parity="approximate", evaluation=True, actions=(action,),
-                      notes=(f"compiles {names} at the first step",))  # fmt: skip
+        return Change(
+            parity="approximate", evaluation=True, actions=(action,), notes=(f"compiles {names} at the first step",)
+        )
 
-    def _compile(self, site: Any) -> Applied:
-        before, codes = graphs.count(), dict[Any, CodeType]()
-        calls = [_Call(site.module.get_submodule(name), name, self, codes) for name in site.facts.compile_targets]
+    def _compile(self, site: Site) -> Applied:
+        before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
+        modules = {name: site.module.get_submodule(name) for name in site.facts.compile_targets}
+        calls = [
+            CompiledCall(module, name, codes, mode=self.mode, dynamic=self.dynamic) for name, module in modules.items()
+        ]
         for call in calls:
             call.module._compiled_call_impl = call
 
@@ -61,8 +107,12 @@ class Compile:
 
         def probe() -> Mapping[str, Any]:
             failures = [call.failure for call in calls if call.failure]
-            return {**graphs.since(before), "graphs": sum(call.graphs for call in calls), "failures": failures,
-                    "eager_calls": max(call.compiled.eager for call in calls)}  # fmt: skip
+            return {
+                **dynamo_graphs.count_since(before),
+                "graphs": sum(call.graphs for call in calls),
+                "failures": failures,
+                "eager_calls": max(call.compiled.eager for call in calls),
+            }
 
         return Applied(undo=undo, probe=probe)
 
@@ -81,40 +131,3 @@ class Compile:
         if evidence["limit_hit"]:
             why.append("recompile limit hit: running eager from there")
         return Verdict(took=count > 0 and not evidence["limit_hit"], why="; ".join(why))
-
-
-class _Call:
-    """A module's calls by way of a compiled function, and back to eager for good should the backend fail. A plain
-    function around ``_call_impl``, since ``module.compile()`` captures nothing for torch's own nn.Sequential."""
-
-    def __init__(self, module: Any, name: str, settings: Compile, codes: dict[Any, CodeType]) -> None:
-        import torch
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        self.module, self.name = module, name or type(module).__name__
-        self.graphs, self.failure = 0, ""
-        # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
-        # object, and with it their graphs; all others, and every later fit, get one of their own.
-        alike = (type(module), *(parameter.shape for parameter in module.parameters()))
-        call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
-        mode = None if settings.mode == "default" else settings.mode
-        self.compiled = EagerWhenShort(module, torch.compile(call, mode=mode, dynamic=settings.dynamic))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
-
-        captured = graphs.captured()
-        try:
-            return self.compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            message = " ".join(str(error).strip().split("\n\n")[0].split())  # hints come after a blank line
-            self.failure = f"{self.name}: {type(error).__name__}: {message[:200]}"
-            vars(self.module).pop("_compiled_call_impl", None)
-            return self.module._call_impl(*args, **kwargs)
-        finally:
-            self.graphs += graphs.captured() - captured
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # copied and pickled modules are eager: a copy must not call the original

@@ -3,23 +3,37 @@
 Faster because  one kernel per parameter group replaces a dozen elementwise kernels over all parameters.
 Costs           nothing in memory; last-digit rounding differs from the unfused update.
 Don't use when  the optimizer is under 2 % of the step, or its class has no fused form.
-Evidence        `fused` in every parameter group, and steps those optimizers made since
+Evidence        `fused` in every parameter group, and the steps those optimizers have made since
 Source          https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Action, Applied, Change, Facts, Verdict
+from fastloop.records.card import Card
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict
+from fastloop.records.readings import already, on_gpu
 
 USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 """Settings of an optimizer whose user left the implementation to torch."""
+
+
+CARD = Card(
+    family="compute",
+    does="one fused kernel updates all parameters",
+    evidence={"fused_groups": 0},
+    answers={"optimizer": 1, "launch_bound": 3},
+    follows={"memory_bound": 4, "fp32_math": 4, "compute_bound": 3},
+    applies=lambda seen: on_gpu(seen) and not already(seen, "fused"),
+)
+"""What other files know of this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +49,32 @@ class Fused:
             raise NotApplicable(f"gradient clipping with {facts.precision}: Lightning refuses fused optimizers there")
         if facts.device not in ("cuda", "cpu"):
             raise NotApplicable(f"no fused optimizers on {facts.device}")
-        return Change(parity="approximate",
-                      actions=(Action(keys=("optimizer.fused",), when="train_start", do=_fuse),))  # fmt: skip
+        return Change(parity="approximate", actions=(Action(keys=("optimizer.fused",), when="train_start", do=_fuse),))
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when every parameter group says fused and the optimizers stepped since."""
         evidence = seen.evidence.get("fused", {})
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
-        return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0,
-                       why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups are fused,"
-                           f" {evidence['steps']} optimizer steps ran so")  # fmt: skip
+        return Verdict(
+            took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0,
+            why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups are fused,"
+            f" {evidence['steps']} optimizer steps ran so",
+        )
 
 
-def _refuse(optimizer: Any, site: Any) -> None:
+def _refuse(optimizer: Any, site: Site) -> None:
     name, device = type(optimizer).__name__, site.facts.device
-    if not type(optimizer).__module__.startswith("torch.optim") or \
-            "fused" not in inspect.signature(type(optimizer).__init__).parameters:  # fmt: skip
+    if (
+        not type(optimizer).__module__.startswith("torch.optim")
+        or "fused" not in inspect.signature(type(optimizer).__init__).parameters
+    ):
         raise NotApplicable(f"{name} has no fused form")
     if name == "Adagrad" and device != "cpu":
         raise NotApplicable(f"Adagrad has no fused form on {device}")
     for key, module in site.module.named_modules():
         if hasattr(module, "embedding_dim") and getattr(module, "sparse", False):
-            raise NotApplicable(f"{key} makes sparse gradients, which fused optimizers do not take")
+            raise NotApplicable(f"{key} makes sparse gradients, which fused optimizers do not support")
     for group in optimizer.param_groups:
         for setting, usual in USUAL.items():
             if group.get(setting, usual) is not usual:
@@ -66,7 +83,7 @@ def _refuse(optimizer: Any, site: Any) -> None:
             raise NotApplicable(f"{name} holds parameters that are not real floating point")
 
 
-def _fuse(site: Any) -> Applied:
+def _fuse(site: Site) -> Applied:
     """Flip the optimizers in place: a new optimizer object would leave every scheduler talking to the old one."""
     for optimizer in site.optimizers:
         _refuse(optimizer, site)
@@ -90,7 +107,7 @@ def _fuse(site: Any) -> Applied:
     return Applied(undo=undo, probe=probe, clean=clean)
 
 
-def _flip(optimizer: Any, steps: list[int]) -> Callable[[], None]:
+def _flip(optimizer: Any, steps: list[int]) -> Undo:
     """Make one optimizer fused and count its steps; returns the undo.
 
     `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as for the

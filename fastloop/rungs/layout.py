@@ -14,8 +14,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Action, Applied, Change, Facts, Verdict
+from fastloop.records.card import DEVICE, Card
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.readings import already, convolves, on_gpu
+
+CARD = Card(
+    family="compute",
+    does="channels_last avoids transposes around convolutions",
+    evidence={"channels_last_convs": 0},
+    answers={"memory_bound:convolutions": 2, DEVICE: 2},
+    follows={"memory_bound": 2, "fp32_math": 2, "compute_bound": 2},
+    applies=lambda seen: on_gpu(seen) and convolves(seen) and not already(seen, "channels_last"),
+    plan_shows_refusal=True,
+)
+"""What other files know of this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +44,9 @@ class Layout:
             raise NotApplicable("the model has no 2-D convolution")
         kernels = Action(keys=("model.memory_format",), when="model", do=_channels_last)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
-        return Change(parity="approximate", evaluation=True, wants={"step.channels_last_inputs": True},
-                      actions=(kernels, state))  # fmt: skip
+        return Change(
+            parity="approximate", evaluation=True, wants={"step.channels_last_inputs": True}, actions=(kernels, state)
+        )
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when the weights have channels-last strides; says how many batches were converted."""
@@ -39,12 +54,17 @@ class Layout:
         right, total = evidence.get("channels_last_convs"), evidence.get("convs")
         batches = evidence.get("converted_batches", 0)
         if right is None:
-            return Verdict(took=None, why="the model was not looked at")
+            return Verdict(took=None, why="the model was not inspected")
         if not total:
-            return Verdict(took=batches > 0, why="the weights are the same in both orders (1x1 or depthwise kernels);"
-                                                 f" {batches} batches came channels-last")  # fmt: skip
-        return Verdict(took=right > 0, why=f"{right} of {total} convolutions hold channels-last weights;"
-                                           f" {batches} batches came channels-last")  # fmt: skip
+            return Verdict(
+                took=batches > 0,
+                why="the weights are the same in both orders (1x1 or depthwise kernels);"
+                f" {batches} batches were channels-last",
+            )
+        return Verdict(
+            took=right > 0,
+            why=f"{right} of {total} convolutions hold channels-last weights; {batches} batches were channels-last",
+        )
 
 
 def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
@@ -56,11 +76,13 @@ def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
             yield from ((key, kernel) for key, kernel in module.named_parameters(prefix=name) if kernel.dim() == 4)
 
 
-def _channels_last(site: Any) -> Applied:
-    """Convert the kernels in place (shapes, names and values stay) and count at the end what is still converted."""
+def _channels_last(site: Site) -> Applied:
+    """Convert the inputs, and the kernels in place (shapes, names and values stay); count at the end what still is."""
     import torch
 
-    model, order = site.module, torch.channels_last
+    from fastloop.feeds.batch_tree import InputsChannelsLast
+
+    model, order, inputs = site.module, torch.channels_last, InputsChannelsLast()
     # Kernels the user already stores in another order are left alone, and so is every other 4-D parameter.
     names = {name for name, kernel in _kernels(model) if kernel.is_contiguous()}
 
@@ -73,11 +95,16 @@ def _channels_last(site: Any) -> Applied:
 
     def probe() -> Mapping[str, Any]:
         # Where a size is 1 the strides can be both orders at once; such kernels show nothing.
-        telling = [kernel for _, kernel in _kernels(model)
-                   if kernel.is_contiguous() != kernel.is_contiguous(memory_format=order)]  # fmt: skip
-        return {"convs": len(telling), "channels_last_convs": sum(not kernel.is_contiguous() for kernel in telling)}
+        telling = [
+            kernel
+            for _, kernel in _kernels(model)
+            if kernel.is_contiguous() != kernel.is_contiguous(memory_format=order)
+        ]
+        right = sum(not kernel.is_contiguous() for kernel in telling)
+        return {"converted_batches": inputs.batches, "convs": len(telling), "channels_last_convs": right}
 
     def undo() -> None:
+        leave_inputs()
         store(torch.contiguous_format)
         _match_state(site)
 
@@ -89,14 +116,17 @@ def _channels_last(site: Any) -> Applied:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for place in stored["state"].keys() & {at for at, key in enumerate(parameters) if id(key) in usual}:
                 # A new dictionary: the one in the checkpoint is the live optimizer's own.
-                stored["state"][place] = {key: value.contiguous() if isinstance(value, torch.Tensor) else value
-                                          for key, value in stored["state"][place].items()}  # fmt: skip
+                stored["state"][place] = {
+                    key: value.contiguous() if isinstance(value, torch.Tensor) else value
+                    for key, value in stored["state"][place].items()
+                }
 
     store(order)
+    leave_inputs = site.convert_inputs(inputs)
     return Applied(undo=undo, probe=probe, clean=clean)
 
 
-def _match_state(site: Any) -> Applied:
+def _match_state(site: Site) -> Applied:
     """Store optimizer state in its parameter's order: a checkpoint's state comes in the order of the run that wrote it.
 
     Fused kernels pair elements by their place in memory; with two orders CUDA refuses and the CPU errs in silence.

@@ -3,24 +3,48 @@
 Faster because  gradients travel while later layers still compute, in views instead of copies, or in half the bytes.
 Costs           compressing hooks round the gradients; static_graph assumes that every step uses the same parameters.
 Don't use when  there is one device, or the exchange is already hidden: on fast links a compressing hook costs time.
-Evidence        the settings read back from the living DDP object; exchanges the hook ran
+Evidence        the settings read back from the live DDP object; exchanges run by the hook
 Source          https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastloop.errors import ConfigError, NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Action, Applied, Change, Facts, Parity, Verdict
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.records.card import Card, Tunable, Variant
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Parity, Site, Verdict
 
-PARITY: dict[str, Parity] = {"none": "exact", "bf16": "approximate", "fp16": "approximate",
-                             "powersgd": "changes-training"}  # fmt: skip
+PARITY: dict[str, Parity] = {"bf16": "approximate", "fp16": "approximate", "powersgd": "changes-training"}
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is this small, whatever bucket_cap_mb says, so that the exchange begins early."""
+CARD = Card(
+    family="sync",
+    does="the rung's bucket settings can hide more of the exchange behind the backward",
+    evidence={"gradient_as_bucket_view": False, "bucket_cap_mb": 0},
+    answers={"comm_exposed": 1},
+    advice={
+        "comm_exposed": "try rungs.overlap.comm_hook: bf16, which wins on slow links and loses on fast ones, or"
+        " exchange less often (accumulate_grad_batches, which changes the training)"
+    },
+    applies=lambda seen: seen.world_size > 1,
+    variants=(
+        Variant(tune=True),
+        Variant(name="bf16", settings=({"comm_hook": "bf16"},)),
+        Variant(name="powersgd", settings=({"comm_hook": "powersgd"},), changes_training=True),
+    ),
+    tunes=Tunable(field="bucket_cap_mb", values=lambda _space: (10, 25, 50, 100), least_devices=2),
+    explains={
+        "Can't detach views in-place": "a gradient was detached in place, which rungs.overlap.gradient_as_bucket_view"
+        " forbids: write false"
+    },
+)
+"""What other files know of this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +62,8 @@ class Overlap:
     """How gradients are compressed on their way."""
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
-            raise ConfigError(key="overlap.bucket_cap_mb", got=f"overlap.bucket_cap_mb={self.bucket_cap_mb}",
-                              why="a bucket holds at least 1 MiB", do="write a positive number or null")  # fmt: skip
+        why, do = "a bucket holds at least 1 MiB", "write a positive number or null"
+        require_positive("overlap.bucket_cap_mb", self.bucket_cap_mb, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
         """Ask for DDP settings and, once the model is wrapped, the hook."""
@@ -50,41 +73,48 @@ class Overlap:
             raise NotApplicable("one process has no gradients to exchange")
         if self.static_graph and (facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled):
             # pytorch #143580: the first backward under no_sync trips an internal assert.
-            raise NotApplicable("static_graph with several backward passes per step fails inside DDP;"
-                                " turn static_graph off or do without accumulation and micro-batches")  # fmt: skip
+            raise NotApplicable(
+                "static_graph with several backward passes per step fails inside DDP;"
+                " turn off static_graph, or accumulation and micro-batches"
+            )
         if self.gradient_as_bucket_view and facts.detaches_grads:
-            raise NotApplicable(f"{', '.join(facts.detaches_grads)} calls detach_() on gradients, which bucket views"
-                                " forbid; set gradients to None, or gradient_as_bucket_view: false")  # fmt: skip
+            raise NotApplicable(
+                f"{', '.join(facts.detaches_grads)} calls detach_() on gradients, which bucket views"
+                " forbid; set gradients to None, or gradient_as_bucket_view: false"
+            )
         if self.comm_hook != "none" and facts.user_comm_hook:
             raise NotApplicable("the strategy already has your own ddp_comm_hook; it stands")
-        wants: dict[str, Any] = {"ddp.gradient_as_bucket_view": self.gradient_as_bucket_view}
-        if self.bucket_cap_mb is not None:
-            wants["ddp.bucket_cap_mb"] = self.bucket_cap_mb
-        if self.static_graph:
-            wants["ddp.static_graph"] = True
-        actions: tuple[Action, ...] = ()
+        actions = [Action(when="before_wrap", do=self._set_keywords), Action(when="wrapped", do=_read_back)]
         if self.comm_hook != "none":
-            actions = (Action(keys=("ddp.comm_hook",), when="wrapped", do=self._register_hook),)
-        return Change(wants=wants, actions=actions, parity=PARITY[self.comm_hook])
+            actions.append(Action(keys=("ddp.comm_hook",), when="wrapped", do=self._register_hook))
+        wants = {f"ddp.{name}": value for name, value in self._ddp_keywords().items()}
+        return Change(wants=wants, actions=tuple(actions), parity=PARITY.get(self.comm_hook, "exact"))
 
-    def _register_hook(self, site: Any) -> Applied:
-        """Register on the wrapped model itself: Lightning ignores ddp_comm_hook on the CPU."""
+    def _ddp_keywords(self) -> dict[str, Any]:
+        """Of DistributedDataParallel, as far as they are not its own defaults."""
+        cap = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        static = {"static_graph": True} if self.static_graph else {}
+        return {"gradient_as_bucket_view": self.gradient_as_bucket_view, **cap, **static}
+
+    def _set_keywords(self, site: Site) -> Applied:
+        return Applied(undo=site.set_ddp(self._ddp_keywords()))
+
+    def _register_hook(self, site: Site) -> Applied:
+        """Register on the wrapped model itself, which ends with the fit: Lightning ignores ddp_comm_hook on the CPU."""
         counted, sizes = [0], (each.nbytes for each in site.module.parameters() if each.requires_grad)
         if self.comm_hook == "powersgd" and site.facts.device == "cpu" and sum(sizes) > FIRST_BUCKET_BYTES:
             # Each of its exchanges starts another when it ends, which gloo's threads order differently on each rank.
-            raise NotApplicable("over gloo, powersgd with more than one bucket of gradients waits for ever; it needs"
-                                " NCCL (the bucket settings are in place)")  # fmt: skip
+            raise NotApplicable(
+                "over gloo, powersgd with more than one bucket of gradients waits for ever; it needs"
+                " NCCL (the bucket settings are in place)"
+            )
         try:
-            state, hook = _hook(self.comm_hook)
-            site.wrapped.register_comm_hook(state, _counting(hook, counted))
+            site.wrapped.register_comm_hook(*_make_hook(self.comm_hook, counted))
         except (TypeError, ValueError, RuntimeError, ImportError) as error:
-            raise NotApplicable(f"the {self.comm_hook} hook cannot be registered: {error}"
-                                " (the bucket settings are in place)") from error  # fmt: skip
-
-        def probe() -> Mapping[str, Any]:
-            return {"comm_hook": self.comm_hook, "hook_calls": counted[0]}
-
-        return Applied(undo=lambda: None, probe=probe)  # the wrapper, and the hook with it, ends with the fit
+            raise NotApplicable(
+                f"the {self.comm_hook} hook cannot be registered: {error} (the bucket settings are in place)"
+            ) from error
+        return Applied(undo=lambda: None, probe=lambda: {"comm_hook": self.comm_hook, "hook_calls": counted[0]})
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when DDP has the settings and a hook, if asked for, was called."""
@@ -99,22 +129,32 @@ class Overlap:
         return Verdict(took=took, why=f"DDP ran with {found}")
 
 
-def _hook(name: str) -> tuple[Any, Callable[..., Any]]:
+def _read_back(site: Site) -> Applied:
+    """Changes nothing; reads the settings that the living DDP object runs with."""
+    model = site.wrapped
+
+    def probe() -> Mapping[str, Any]:
+        return {
+            "gradient_as_bucket_view": model.gradient_as_bucket_view,
+            "static_graph": model.static_graph,
+            "bucket_cap_mb": model.bucket_bytes_cap // 2**20,
+        }
+
+    return Applied(undo=lambda: None, probe=probe)
+
+
+def _make_hook(name: str, counted: list[int]) -> tuple[Any, Callable[..., Any]]:
+    """DDP's state and hook of this name; it counts its calls, and keeps the annotations that DDP checks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if name == "powersgd":
-        # PowerSGD needs some plain steps first: with bucket views it refuses to start before the second.
-        return powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook
-    return None, {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[name]
-
-
-def _counting(hook: Callable[..., Any], counted: list[int]) -> Callable[..., Any]:
-    """The same hook, counting its calls; it keeps the name and annotations DDP checks before it accepts a hook."""
-    import functools
+    # PowerSGD needs some plain steps first: with bucket views it refuses to start before the second.
+    state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10) if name == "powersgd" else None
+    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+    hook: Callable[..., Any] = hooks.get(name, powerSGD_hook.powerSGD_hook)
 
     @functools.wraps(hook)
     def counting(state: Any, bucket: Any) -> Any:
         counted[0] += 1
         return hook(state, bucket)
 
-    return counting
+    return state, counting

@@ -3,7 +3,7 @@
 Faster because  the copy engine reads pinned memory itself; pageable memory is first copied into a pinned buffer.
 Costs           pinned host memory for the batches in flight; one thread in the training process.
 Don't use when  there is no CUDA device, or the batches are made on the device.
-Evidence        share of the batch's tensors that were pinned when they left for the device
+Evidence        share of the batch's tensors that were pinned when they were copied to the device
 Source          https://docs.pytorch.org/docs/stable/data.html#memory-pinning
 """
 
@@ -12,8 +12,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastloop.errors import NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Change, Facts, Verdict
+from fastloop.records.card import Card
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Change, Verdict
+from fastloop.records.readings import loader, on_gpu
+
+CARD = Card(
+    family="feed",
+    does="pinned memory lets the copy engine read it directly",
+    evidence={"pinned_tensors": 0},
+    answers={"h2d": 1},
+    follows={"data_wait": 3},
+    applies=lambda seen: (
+        on_gpu(seen) and loader(seen).get("num_workers") is not None and not loader(seen).get("pin_memory")
+    ),
+    plan_shows_refusal=True,
+)
+"""What other files know of this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +43,7 @@ class Pin:
         if facts.device != "cuda":
             raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where no copy starts in pinned memory")
         if facts.loader is None:
-            return Change(waits_for="the train loader")
+            return Change(waits_for="the train loader", may_want=("loader.pin_memory",))
         if not facts.loader.is_dataloader:
             raise NotApplicable(f"{facts.loader.kind} is not a DataLoader: pin its batches where they are made")
         if facts.loader.pin_memory:
@@ -38,9 +54,12 @@ class Pin:
         """Taken when tensors arrived pinned; a custom batch type without ``pin_memory()`` has none."""
         evidence = seen.evidence.get("pin", {})
         if "pinned_tensors" not in evidence:
-            return Verdict(took=None, why="no batch was seen on its way to the device")
+            return Verdict(took=None, why="no batch was copied to the device")
         pinned, total = evidence["pinned_tensors"], evidence["tensors"]
         if not pinned:
-            return Verdict(took=False, why=f"no effect: none of the {total} tensors of a {evidence['batch_type']} was"
-                                           " pinned; a custom batch type needs a pin_memory() method")  # fmt: skip
-        return Verdict(took=True, why=f"{pinned} of {total} tensors of each batch came pinned")
+            return Verdict(
+                took=False,
+                why=f"no effect: none of the {total} tensors of a {evidence['batch_type']} was"
+                " pinned; a custom batch type needs a pin_memory() method",
+            )
+        return Verdict(took=True, why=f"{pinned} of {total} tensors of each batch were pinned")

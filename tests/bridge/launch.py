@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,24 +10,53 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
-_OF_ANOTHER_RUN = ("PYTEST_", "LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC",
-                   "PL_", "FASTLOOP_")  # fmt: skip
+OF_ANOTHER_RUN = (
+    "PYTEST_",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "TORCHELASTIC",
+    "PL_",
+    "FASTLOOP_",
+    "SLURM_",
+)
+"""Variables with these prefixes are of the run that the tests themselves may be part of."""
 
 
-def python(*arguments: str | Path, cwd: Path, limit_s: float = 90, env: Mapping[str, str] | None = None) -> str:
+def python(
+    *arguments: str | Path,
+    cwd: Path,
+    limit_s: float = 90,
+    env: Mapping[str, str] | None = None,
+    executed: bool = False,
+) -> str:
     """What the program wrote to both streams, which must be an exit code 0.
+
+    Args:
+        executed: start a new interpreter, as people do, in place of forking one that has imported its libraries.
 
     Raises:
         AssertionError: another exit code, or the time was up; with all it wrote.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_ANOTHER_RUN)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_ANOTHER_RUN)}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(env or {})}
-    program = subprocess.Popen(
-        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    with contextlib.nullcontext() if executed else preloaded.quick_starts(ranks=True):
+        program = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=cwd,
+            env=environment,
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
     try:
         said, _ = program.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.hints import hint
+from fastloop.bridge.fail_open import hint
 
-DDP = ("Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that"
-       " your module has parameters that were not used in producing loss. You can enable unused parameter detection…\n"
-       "Parameter indices which did not receive grad for rank 0: {}\n In addition, you can set the environment variable"
-       " TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL")  # fmt: skip
+DDP = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that"
+    " your module has parameters that were not used in producing loss. You can enable unused parameter detection…\n"
+    "Parameter indices which did not receive grad for rank 0: {}\n In addition, you can set the environment variable"
+    " TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
+)
 
 
 def module() -> torch.nn.Module:
@@ -21,9 +23,14 @@ def module() -> torch.nn.Module:
     return made
 
 
-@pytest.mark.parametrize(("indices", "names"), [
-    ("1", "1.weight"), ("0 2 3", "0.weight, 2.weight, 2.bias"), ("3 99", "2.bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("indices", "names"),
+    [
+        ("1", "1.weight"),
+        ("0 2 3", "0.weight, 2.weight, 2.bias"),
+        ("3 99", "2.bias"),
+    ],
+)
 def test_unused_parameters_get_their_names(indices: str, names: str) -> None:  # R1
     assert hint(RuntimeError(DDP.format(indices)), module()) == f"parameters without a gradient: {names}"
 
@@ -34,10 +41,15 @@ def test_ignored_parameters_are_not_counted() -> None:
     assert hint(RuntimeError(DDP.format("0")), made) == "parameters without a gradient: 1.weight"
 
 
-@pytest.mark.parametrize(("text", "model"), [
-    (DDP.format("0"), None), (DDP.format("99"), module()), (DDP.format("(none)"), module()),
-    ("out of memory", module()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        (DDP.format("0"), None),
+        (DDP.format("99"), module()),
+        (DDP.format("(none)"), module()),
+        ("out of memory", module()),
+    ],
+)
 def test_nothing_to_add(text: str, model: Any) -> None:
     assert hint(RuntimeError(text), model) is None
 

@@ -19,12 +19,11 @@ import psutil
 import pytest
 
 from fastloop import cli
-from fastloop.bridge.recipe_modules import FOLDER
+from fastloop.bridge.fit.recipe_modules import FOLDER
+from tests import preloaded
+from tests.bridge.launch import OF_ANOTHER_RUN
+from tests.bridge.launch import ROOT as ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-NET = Path(__file__).with_name("own_recipe") / "net.yaml"
-_OF_ANOTHER_RUN = ("PYTEST_", "LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC",
-                   "PL_", "FASTLOOP_", "SLURM_")  # fmt: skip
 CONTROL = re.compile(r"[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
 """What a log file must not hold: escape sequences, carriage returns, bells."""
 
@@ -60,7 +59,7 @@ class CommandLine:
     def __init__(self, folder: Path, capture: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
         self.folder, self._capture, self._patch = folder, capture, patch
         patch.chdir(folder)
-        for name in [name for name in os.environ if name.startswith(_OF_ANOTHER_RUN) and not name.startswith("PYTEST")]:
+        for name in [name for name in os.environ if name.startswith(OF_ANOTHER_RUN) and not name.startswith("PYTEST")]:
             patch.delenv(name)
         patch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
         patch.setenv(FOLDER, "")  # so that what the command sets it to is gone afterwards
@@ -75,19 +74,34 @@ class CommandLine:
 
 
 @contextlib.contextmanager
-def program(*arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None,
-            code: str | None = None) -> Iterator[subprocess.Popen[str]]:  # fmt: skip
+def program(
+    *arguments: str | Path,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    code: str | None = None,
+    executed: bool = False,
+) -> Iterator[subprocess.Popen[str]]:
     """``fastloop`` as a process, with its streams in the files ``out`` and ``err`` of `cwd`; gone afterwards.
 
     Args:
         code: Python to run in place of the program.
+        executed: start a new interpreter, as people do, in place of forking one that has imported its libraries.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_ANOTHER_RUN)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_ANOTHER_RUN)}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     command = [sys.executable, *(["-c", code] if code is not None else ["-m", "fastloop"]), *map(str, arguments)]
     with (cwd / "out").open("w") as out, (cwd / "err").open("w") as err:
-        process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                                   text=True, start_new_session=True)  # fmt: skip
+        with contextlib.nullcontext() if executed else preloaded.quick_starts(ranks=True):
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+            )
         try:
             yield process
         finally:
@@ -96,10 +110,16 @@ def program(*arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = N
             process.wait()
 
 
-def run(*arguments: str | Path, cwd: Path, limit_s: float = 35, env: Mapping[str, str] | None = None,
-        code: str | None = None) -> Said:  # fmt: skip
+def run(
+    *arguments: str | Path,
+    cwd: Path,
+    limit_s: float = 35,
+    env: Mapping[str, str] | None = None,
+    code: str | None = None,
+    executed: bool = False,
+) -> Said:
     """``fastloop`` as a process, to its end."""
-    with program(*arguments, cwd=cwd, env=env, code=code) as process:
+    with program(*arguments, cwd=cwd, env=env, code=code, executed=executed) as process:
         process.wait(limit_s)
     return Said(process.returncode, (cwd / "out").read_text(), (cwd / "err").read_text())
 

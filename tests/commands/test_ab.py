@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from fastloop.commands import ab, manifest
-from fastloop.commands.ab import Request, arms_of, changes, sides_of
-from fastloop.commands.answer import Failed
-from fastloop.commands.outdir import hold
-from fastloop.config import load
+from fastloop.commands import ab
+from fastloop.commands.ab import Request, arms_of
+from fastloop.config.loading import load
 from fastloop.errors import ConfigError, FastLoopError
-from fastloop.report import files
+from fastloop.experiments.ab import resume as manifest
+from fastloop.experiments.ab.sides import changes, sides_of
+from fastloop.experiments.trials.failures import Failed
+from fastloop.experiments.trials.run_directories import hold
+from fastloop.records import store
 from tests.commands.command_line import CommandLine, strictly
-from tests.commands.made_arms import MadeArm
+from tests.experiments.made_arms import MadeArm
 
 
 def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> Request:
@@ -37,24 +39,41 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(("request_", "why"), [
-    (asked(), "nothing to compare"),
-    (asked("rungs.amp.enabled=false"), "changes nothing"),
-    (asked("watch.warmup_steps=3"), "changes nothing"),
-    (asked("rungs.amp.mode=tf32"), "changes nothing"),  # a setting of a rung that is off
-    (asked("amp", "rungs.amp.enabled=true"), "it is the same training as --vs amp"),
-    (asked("run.seed=1"), "run.seed is the same for all arms"),
-    (asked("amp,run.max_steps=9"), "run.max_steps is the same for all arms"),
-    (asked("amp,lyout"), "no recipe, ladder, climb or rung has this name"),
-    (asked("amp", base=None), "there is no base"),
-    (asked("amp", script="nowhere.py", base=None), "there is no such file"),
-    (asked("amp", script="train.py"), "there are two bases"),
-    (asked("cifar10"), "it is a recipe, and a --vs is a patch, rung or ladder"),
-    (asked("amp+layout"), "several patches are told apart by commas"),
-    (asked("amp", base="train.py"), "it is a script, and the base is a configuration"),
-], ids=["no arm", "nothing", "only watching", "idle setting", "twins",
-        "seed", "steps", "no such rung", "no base", "no script",
-        "two bases", "a recipe", "a sum", "a script"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (asked(), "nothing to compare"),
+        (asked("rungs.amp.enabled=false"), "changes nothing"),
+        (asked("watch.warmup_steps=3"), "changes nothing"),
+        (asked("rungs.amp.mode=tf32"), "changes nothing"),  # a setting of a rung that is off
+        (asked("amp", "rungs.amp.enabled=true"), "it is the same training as --vs amp"),
+        (asked("run.seed=1"), "run.seed is the same for all arms"),
+        (asked("amp,run.max_steps=9"), "run.max_steps is the same for all arms"),
+        (asked("amp,lyout"), "no recipe, ladder, climb or rung has this name"),
+        (asked("amp", base=None), "there is no base"),
+        (asked("amp", script="nowhere.py", base=None), "there is no such file"),
+        (asked("amp", script="train.py"), "there are two bases"),
+        (asked("cifar10"), "it is a recipe, but --vs takes a patch, rung or ladder"),
+        (asked("amp+layout"), "separate several patches with commas"),
+        (asked("amp", base="train.py"), "it is a script, but the base must be a configuration"),
+    ],
+    ids=[
+        "no arm",
+        "nothing",
+        "only watching",
+        "idle setting",
+        "twins",
+        "seed",
+        "steps",
+        "no such rung",
+        "no base",
+        "no script",
+        "two bases",
+        "a recipe",
+        "a sum",
+        "a script",
+    ],
+)
 def test_what_is_refused(request_: Request, why: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     error = refused(request_)
@@ -123,22 +142,27 @@ def test_two_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
         thread.join()
     with hold(place):
         found.append("free again")
-    assert found == ["another fastloop is at work in it", "free again"] and not list(place.iterdir())
+    assert found == ["another fastloop is using it", "free again"] and not list(place.iterdir())
 
 
 def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> None:
-    assert "nothing of this kind began there" in refused(asked("amp"), resume=str(tmp_path)).why
+    assert "there is nothing to resume" in refused(asked("amp"), resume=str(tmp_path)).why
     content = {"schema": 1, "base": "gpt2", "script": None, "arms": ["base", "amp"], "steps": None, "aa": False}
-    files.write(tmp_path, {manifest.NAME: json.dumps(content)})
+    store.write(tmp_path, {manifest.NAME: json.dumps(content)})
     assert "its base was 'gpt2' and now is 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why
-    assert "stays where it is" in refused(asked("amp"), resume=str(tmp_path), out="y").why
+    assert "stays in its directory" in refused(asked("amp"), resume=str(tmp_path), out="y").why
 
 
-@pytest.mark.parametrize(("option", "text", "why"), [
-    ("runs", "0", "neither auto nor a number"), ("runs", "many", "neither auto nor a number"),
-    ("runs", "1", "no verdict can come of fewer than 3"), ("runs", "2", "no verdict can come of fewer than 3"),
-    ("steps", "-3", "neither auto nor a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "text", "why"),
+    [
+        ("runs", "0", "neither auto nor a valid number"),
+        ("runs", "many", "neither auto nor a valid number"),
+        ("runs", "1", "a verdict needs at least 3"),
+        ("runs", "2", "a verdict needs at least 3"),
+        ("steps", "-3", "neither auto nor a valid number"),
+    ],
+)
 def test_numbers_of_the_command_line(option: str, text: str, why: str) -> None:
     given = {"runs": "5", "steps": "auto", option: text}
     with pytest.raises(ConfigError, match=f"--{option} {text}\n.*{why}"):
@@ -153,12 +177,17 @@ def made(monkeypatch: pytest.MonkeyPatch, *arms: Any) -> None:
 
 
 def test_everything_is_written_and_the_answer_is_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), rate=lambda _: 130.0, verdicts={"amp": True},
-                  parity_class="approximate")  # fmt: skip
+    amp = MadeArm(
+        name="amp",
+        overrides=("rungs.amp.enabled=true",),
+        rate=lambda _: 130.0,
+        verdicts={"amp": True},
+        parity_class="approximate",
+    )
     made(monkeypatch, MadeArm(), amp)
     answer = ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
     written = json.loads((tmp_path / "here" / "comparison.json").read_text())
-    assert json.loads(files.dump(answer.json or {})) == written and answer.exit_code == 0
+    assert json.loads(store.dump(answer.json or {})) == written and answer.exit_code == 0
     assert written["verdict"] == "faster" and written["ratio"] == pytest.approx(1.3, rel=0.02)
     assert written["parity"]["passed"] is True and written["ci95"][0] < 1.3 < written["ci95"][1]
     assert {arm["name"]: arm["active_rungs"] for arm in written["arms"]} == {"base": [], "amp": ["amp"]}
@@ -199,12 +228,23 @@ def test_a_base_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("to", ["out.json", "-"])
-@pytest.mark.parametrize(("base", "amp", "code"), [
-    (MadeArm(fails_at=-1), MadeArm, 1), (MadeArm(), Stops, 130),
-], ids=["the base failed", "interrupted"])  # fmt: skip
-def test_what_there_is_becomes_the_json_too(base: MadeArm, amp: Any, code: int, to: str, tmp_path: Path,
-                                            monkeypatch: pytest.MonkeyPatch,
-                                            capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "amp", "code"),
+    [
+        (MadeArm(fails_at=-1), MadeArm, 1),
+        (MadeArm(), Stops, 130),
+    ],
+    ids=["the base failed", "interrupted"],
+)
+def test_what_there_is_becomes_the_json_too(
+    base: MadeArm,
+    amp: Any,
+    code: int,
+    to: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     fastloop = CommandLine(tmp_path, capfd, monkeypatch)
     made(monkeypatch, base.but(), amp(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
     said = fastloop("ab", "cifar10", "--vs", "amp", "--steps", "40", "--out", "here", "--json", to)
@@ -218,11 +258,10 @@ def test_it_goes_on_only_where_it_began(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """What `MadeArm` says of its machine: torch 2.11.0."""
 
     def go_on(torch: str) -> Any:
-        monkeypatch.setattr("fastloop.facts.environment", lambda *_: {"versions": {"torch": torch}})
+        monkeypatch.setattr("fastloop.evidence.machine.environment", lambda *_: {"versions": {"torch": torch}})
         amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True})
         made(monkeypatch, MadeArm(), amp)
-        return amp, lambda: ab.ab(asked("amp", steps=40), out=None, force=False, resume="here",
-                                  progress=lambda _: None)  # fmt: skip
+        return amp, lambda: ab.ab(asked("amp", steps=40), out=None, force=False, resume="here", progress=lambda _: None)
 
     made(monkeypatch, MadeArm(), Stops(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
     with pytest.raises(KeyboardInterrupt):
@@ -236,8 +275,9 @@ def test_it_goes_on_only_where_it_began(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize(("command", "asked_for"), [("train.py", True), ("bash train.sh", False)])
-def test_a_script_is_asked_where_it_surely_runs_here(command: str, asked_for: bool, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_script_is_asked_where_it_surely_runs_here(
+    command: str, asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").touch()
     looked: list[Path] = []
     monkeypatch.setattr(ab, "refuse_others", lambda place, folders: looked.append(place))
@@ -258,8 +298,9 @@ def test_a_refused_plan_leaves_its_directory_free(monkeypatch: pytest.MonkeyPatc
     assert ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None).json
 
 
-def test_by_force_not_even_the_gradient_of_another_base_is_left(monkeypatch: pytest.MonkeyPatch,
-                                                               tmp_path: Path) -> None:  # fmt: skip
+def test_by_force_not_even_the_gradient_of_another_base_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pin = MadeArm(name="pin", overrides=("rungs.pin.enabled=true",), verdicts={"pin": True})
     for force in (False, True):
         base = MadeArm()
@@ -270,13 +311,19 @@ def test_by_force_not_even_the_gradient_of_another_base_is_left(monkeypatch: pyt
     assert not (tmp_path / "here" / "2-pin").exists()
 
 
-@pytest.mark.parametrize(("changed", "why"), [
-    ({"runs": 10}, "its --runs was 5 and now is 10"), ({"band_pct": 9.0}, "its --band was 3.0 and now is 9.0"),
-    ({"script": "other.py"}, "its script was 'train.py' and now is 'other.py'"),
-    ({}, "since it began train.py was changed"),
-], ids=["runs", "band", "script", "edited"])  # fmt: skip
-def test_another_experiment_does_not_go_on(changed: dict[str, Any], why: str, tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"runs": 10}, "its --runs was 5 and now is 10"),
+        ({"band_pct": 9.0}, "its --band was 3.0 and now is 9.0"),
+        ({"script": "other.py"}, "its script was 'train.py' and now is 'other.py'"),
+        ({}, "since it began train.py was changed"),
+    ],
+    ids=["runs", "band", "script", "edited"],
+)
+def test_another_experiment_does_not_go_on(
+    changed: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("train.py", "other.py"):
         (tmp_path / name).touch()
     first = {"script": "train.py", "steps": 40}
@@ -293,5 +340,5 @@ def test_a_full_disk_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
     made(monkeypatch, Fills(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",)))
-    with pytest.raises(FastLoopError, match="make room, then go on with --resume here"):
+    with pytest.raises(FastLoopError, match="free some space, then continue with --resume here"):
         ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -12,32 +13,55 @@ import pytest
 import yaml
 
 from fastloop.commands import climb as command
-from fastloop.commands.answer import Answer, Failed, left
-from fastloop.commands.budget import Spent
 from fastloop.commands.climb import climb
-from fastloop.commands.lab import Seen
-from fastloop.commands.outdir import hold
-from fastloop.commands.trial import Trial
-from fastloop.config import load
+from fastloop.commands.console import Answer, get_attached
+from fastloop.config.loading import load
 from fastloop.errors import ConfigError
-from tests.commands.command_line import NET
-from tests.commands.made_up_lab import Machine, MadeUpLab
+from fastloop.experiments.climb.budget import Spent
+from fastloop.experiments.climb.interface import Result
+from fastloop.experiments.trials.failures import Failed
+from fastloop.experiments.trials.run_directories import hold
+from fastloop.experiments.trials.trial import Trial
+from fastloop.records.experiment import Gate, Outcome
+from fastloop.records.store import dump
+from tests.experiments.simulated_runner import Machine, SimulatedRunner
+from tests.trainings import NET, SLOW
 
-SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
-SHAPE = {"schema", "run_dir", "name", "hardware", "naive", "ceilings_samples_per_s", "rungs", "stack", "top", "stopped",
-         "confirmed", "budget_s", "spent_s", "partial"}  # fmt: skip
+SHAPE = {
+    "schema",
+    "run_dir",
+    "name",
+    "hardware",
+    "naive",
+    "ceilings_samples_per_s",
+    "rungs",
+    "stack",
+    "top",
+    "stopped",
+    "confirmed",
+    "budget_s",
+    "spent_s",
+    "partial",
+}
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def asked(*overrides: str, conf: Path = NET, out: str | None = None, **changes: Any) -> Answer:
-    settings: dict[str, Any] = {"more": (), "budget_s": 600.0, "allow": (), "force": False, "resume": None,
-                                "limit_s": 60.0, "progress": lambda line: None}  # fmt: skip
+    settings: dict[str, Any] = {
+        "more": (),
+        "budget_s": 600.0,
+        "allow": (),
+        "force": False,
+        "resume": None,
+        "limit_s": 60.0,
+        "progress": lambda line: None,
+    }
     return climb(str(conf), overrides=overrides, out=out, **{**settings, **changes})
 
 
@@ -47,36 +71,40 @@ def content(answer: Answer) -> Any:
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[MadeUpLab]]:
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[SimulatedRunner]]:
     """A made-up machine in the place of trainings; gives the labs that the calls have made."""
 
-    def instead(machine: Machine | None = None, *, runs: int | None = None, lab_class: type[MadeUpLab] = MadeUpLab,
-                **confirmed: Any) -> list[MadeUpLab]:  # fmt: skip
-        labs: list[MadeUpLab] = []
-        done: dict[str, Seen] = {}
+    def instead(
+        machine: Machine | None = None,
+        *,
+        runs: int | None = None,
+        lab_class: type[SimulatedRunner] = SimulatedRunner,
+        **confirmed: Any,
+    ) -> list[SimulatedRunner]:
+        runners: list[SimulatedRunner] = []
+        done: dict[str, Result] = {}
 
-        def bench(job: Any, place: Path, budget: Any, **_: Any) -> MadeUpLab:
-            lab = lab_class(machine or Machine(decode_ms=3.0), done=done)
-            lab.budget = budget
+        def bench(job: Any, place: Path, budget: Any, **_: Any) -> SimulatedRunner:
+            runner = lab_class(machine or Machine(decode_ms=3.0), done=done)
+            runner.budget = budget
 
             def before(at: str) -> None:
-                if runs is not None and len(lab.ran) >= runs:
+                if runs is not None and len(runner.ran) >= runs:
                     raise Spent(at)
 
-            lab.before = before
-            original = lab.confirm
+            runner.before = before
+            original = runner.confirm
 
             def confirm(*rest: Any, **more: Any) -> Any:
                 found: Any = original(*rest, **more)
-                found["comparisons"][0].update(confirmed)
-                return found
+                return dataclasses.replace(found, **confirmed)
 
-            lab.confirm = confirm  # type: ignore[method-assign]
-            labs.append(lab)
-            return lab
+            runner.confirm = confirm  # type: ignore[method-assign]
+            runners.append(runner)
+            return runner
 
-        monkeypatch.setattr(command, "Bench", bench)
-        return labs
+        monkeypatch.setattr(command, "ProcessRunner", bench)
+        return runners
 
     return instead
 
@@ -85,12 +113,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[MadeUpLab]]:
 
 
 def test_a_climb_and_its_headline(pretend: Callable[..., Any], tmp_path: Path) -> None:
-    labs = pretend()
+    runners = pretend()
     answer = asked(out="a")
     found = content(answer)
     assert answer.exit_code == 0 and set(found) >= SHAPE and found["partial"] is False
     assert json.loads((tmp_path / "a" / "climb.json").read_text()) == found
-    assert found["confirmed"]["ratio"] == 5.0 and labs[0].confirmed == [found["stack"]["rungs"]]
+    assert found["confirmed"]["ratio"] == 5.0 and runners[0].confirmed == [found["stack"]["rungs"]]
     assert "5" in answer.text.splitlines()[0] and "CONFIRMED" in answer.text.splitlines()[0]
     assert found["top"]["samples_per_s"] > 2 * found["naive"]["samples_per_s"] > 0
     assert found["naive"]["samples_per_s"] * 1.001 < found["ceilings_samples_per_s"]["resident"]
@@ -128,24 +156,24 @@ def test_its_ladder_is_replayed_without_a_search(pretend: Callable[..., Any], tm
 
 
 def test_nothing_to_gain_is_an_answer(pretend: Callable[..., Any], tmp_path: Path) -> None:
-    labs = pretend(Machine(decode_ms=1, copy_ms=0, factors={}, noise=0.0))
+    runners = pretend(Machine(decode_ms=1, copy_ms=0, factors={}, noise=0.0))
     answer = asked(out="a")
     found = content(answer)
     assert answer.exit_code == 0 and found["partial"] is False and found["confirmed"] is None
     assert found["stopped"].startswith("nothing to gain") and found["stack"] == {"rungs": {}}
-    assert "NOTHING TO GAIN" in answer.text.splitlines()[0] and labs[0].confirmed == []
+    assert "NOTHING TO GAIN" in answer.text.splitlines()[0] and runners[0].confirmed == []
     assert found["top"] == pytest.approx(found["naive"]), "where it began"
 
 
 @pytest.mark.parametrize(
     ("confirmed", "code"),
     [
-        ({"parity": {"class": "exact", "passed": False, "why": "gradient", "gates": []}, "verdict": "inconclusive"}, 3),
+        ({"parity": Outcome(passed=False, why="gradient"), "verdict": "inconclusive"}, 3),
         ({"verdict": "inconclusive"}, 4),
         ({"verdict": "no_difference"}, 0),
         ({"verdict": "faster"}, 0),
-        ({"verdict": "faster", "parity": {"passed": None, "undecided": ["gradient"]}}, 4),
-        ({"verdict": "faster", "parity": {"passed": None, "undecided": []}}, 0),
+        ({"verdict": "faster", "parity": Outcome(gates=(Gate(name="gradient", passed=None, why="too few runs"),))}, 4),
+        ({"verdict": "faster", "parity": Outcome()}, 0),
     ],
 )
 def test_the_confirmation_decides_the_exit_code(confirmed: Any, code: int, pretend: Callable[..., Any]) -> None:
@@ -161,42 +189,42 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     answer = asked(out="a")
     found = content(answer)
     assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
-    assert "the budget is spent" in found["stopped"] and "--resume a" in found["stopped"]
+    assert "budget used up" in found["stopped"] and "--resume a" in found["stopped"]
     assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
 
 
 def test_resumed_calls_end_where_one_long_call_ends(pretend: Callable[..., Any], tmp_path: Path) -> None:
     pretend()
     whole = content(asked(out="whole"))
-    labs = pretend(runs=5)
+    runners = pretend(runs=5)
     answer = asked(out="a")
     for _ in range(30):
-        if "the budget is spent" not in content(answer)["stopped"]:
+        if "budget used up" not in content(answer)["stopped"]:
             break
         answer = asked(resume="a")
     found = content(answer)
-    assert answer.exit_code == 0 and len(labs) > 2 and found["stack"] == whole["stack"]
-    ran = [at for lab in labs for at in lab.ran]
+    assert answer.exit_code == 0 and len(runners) > 2 and found["stack"] == whole["stack"]
+    ran = [at for runner in runners for at in runner.ran]
     assert len(ran) == len(set(ran)), "no training is done twice"
-    assert found["budget_s"] == 600 * len(labs) and found["run_dir"] == "a"
+    assert found["budget_s"] == 600 * len(runners) and found["run_dir"] == "a"
     assert found["ceilings_samples_per_s"] == pytest.approx(whole["ceilings_samples_per_s"])
 
 
 def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[..., Any]) -> None:
-    class Soon(MadeUpLab):
-        def left_to_confirm(self, at: str, needs: Any) -> float:
+    class Soon(SimulatedRunner):
+        def estimate_confirmation_s(self, at: str, needs: Any) -> float:
             return 700.0
 
-    labs = pretend(lab_class=Soon)
+    runners = pretend(lab_class=Soon)
     found = content(asked(out="a"))
-    assert labs[0].confirmed == [] and found["confirmed"] is None and found["partial"] is True
-    assert found["stopped"].endswith("; left: the confirmation, about 12 min; go on with --resume a")
-    assert "no rung is left" in found["stopped"]
+    assert runners[0].confirmed == [] and found["confirmed"] is None and found["partial"] is True
+    assert found["stopped"].endswith("; left: the confirmation, about 12 min; continue with --resume a")
+    assert "no remaining rung" in found["stopped"]
     cut = pretend(lab_class=Soon, runs=12)
     found = content(asked(out="b"))
     assert cut[0].confirmed == [] and found["stack"]["rungs"]
-    assert found["stopped"].startswith("the budget is spent; next would have been: ")
-    assert "; left: the confirmation, about 12 min; go on with --resume b" in found["stopped"]
+    assert found["stopped"].startswith("budget used up before: ")
+    assert "; left: the confirmation, about 12 min; continue with --resume b" in found["stopped"]
 
 
 def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callable[..., Any]) -> None:
@@ -210,8 +238,8 @@ def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callab
 
 
 def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Path) -> None:
-    class Stopped(MadeUpLab):
-        def run(self, at: str, *rest: Any, **more: Any) -> Seen:
+    class Stopped(SimulatedRunner):
+        def run(self, at: str, *rest: Any, **more: Any) -> Result:
             if "screen-3" in at:
                 raise KeyboardInterrupt
             return super().run(at, *rest, **more)
@@ -221,36 +249,36 @@ def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Pa
     with pytest.raises(KeyboardInterrupt) as raised:
         asked(out="a", progress=said.append)
     found = json.loads((tmp_path / "a" / "climb.json").read_text())
-    assert json.loads(json.dumps(left(raised.value))) == found, "for --json"
+    assert json.loads(dump(get_attached(raised.value) or {})) == found, "for --json"
     assert found["partial"] is True and found["stopped"] == "it was stopped" and found["naive"]["step_ms"]
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
-    assert said[-1] == "fastloop: what there is stands in a, flagged as partial; go on with --resume a"
+    assert said[-1] == "fastloop: partial results are in a; continue with --resume a"
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
 def test_a_start_that_fails(pretend: Callable[..., Any], tmp_path: Path) -> None:
-    class Broken(MadeUpLab):
-        def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+    class Broken(SimulatedRunner):
+        def _train(self, at: str, stack: Any, ask: Any) -> Result:
             trial = Trial(name="a", ok=False, cause="no luck", seconds=1, run_dir=Path("a") / at, code=1, tail="Bad")
-            return Seen(ok=False, cause="no luck", trial=trial)
+            return Result(ok=False, cause="no luck", trial=trial)
 
     pretend(lab_class=Broken)
     with pytest.raises(Failed) as raised:
         asked(out="a")
     assert raised.value.exit_code == 1 and "Bad" in str(raised.value) and "no luck" in str(raised.value)
-    assert (left(raised.value) or {})["stopped"] == "failed: no luck", "for --json"
+    assert getattr(get_attached(raised.value), "stopped", None) == "failed: no luck", "for --json"
     assert json.loads((tmp_path / "a" / "climb.json").read_text())["stopped"] == "failed: no luck"
 
 
 def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable[..., Any], tmp_path: Path) -> None:
-    class Refused(MadeUpLab):
-        def _train(self, at: str, stack: Any, ask: Any) -> Seen:
+    class Refused(SimulatedRunner):
+        def _train(self, at: str, stack: Any, ask: Any) -> Result:
             folder = Path("a") / at
             folder.mkdir(parents=True)
             trial = Trial(name="a", ok=False, cause="exit code 2", seconds=1, run_dir=folder, code=2, tail="got it")
-            return Seen(ok=False, cause="exit code 2", trial=trial)
+            return Result(ok=False, cause="exit code 2", trial=trial)
 
     pretend(lab_class=Refused)
     with pytest.raises(Failed) as raised:
@@ -261,28 +289,28 @@ def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"budget_s": 0.0}, "nothing can be done in that time"),
-        ({"allow": ("everything",)}, "nothing of that name to allow"),
-        ({"resume": "nowhere"}, "nothing of this kind began there"),
-        ({"resume": "a", "out": "b"}, "stays where it is"),
+        ({"budget_s": 0.0}, "nothing can be tried in that time"),
+        ({"allow": ("everything",)}, "unknown value"),
+        ({"resume": "nowhere"}, "there is nothing to resume"),
+        ({"resume": "a", "out": "b"}, "stays in its directory"),
         ({"conf": Path("plain.yaml")}, "there is nothing to train"),
     ],
     ids=["no time", "unknown leave", "no climb", "two places", "no recipe"],
 )
 def test_what_it_cannot_do(changes: Any, why: str, pretend: Callable[..., Any], tmp_path: Path) -> None:
-    labs = pretend()
+    runners = pretend()
     Path("plain.yaml").write_text("rungs:\n  amp: {enabled: true}\n")
     with pytest.raises(ConfigError, match=why):
         asked(**changes)
-    assert labs == [] and [path.name for path in tmp_path.iterdir()] == ["plain.yaml"]
+    assert runners == [] and [path.name for path in tmp_path.iterdir()] == ["plain.yaml"]
 
 
 def test_another_configuration_is_not_resumed(pretend: Callable[..., Any]) -> None:
-    labs = pretend(runs=3)
+    runners = pretend(runs=3)
     asked(out="a")
-    with pytest.raises(ConfigError, match="begun with another configuration"):
+    with pytest.raises(ConfigError, match="started with another configuration"):
         asked("run.seed=7", resume="a")
-    assert len(labs) == 1
+    assert len(runners) == 1
 
 
 def test_an_edited_recipe_is_not_resumed(pretend: Callable[..., Any]) -> None:
@@ -306,24 +334,25 @@ def test_an_edited_recipe_is_not_resumed(pretend: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("before_s", "kept_s"), [(500.0, 400.0), (0.0, 0.0)])
-def test_the_time_of_earlier_calls_counts_for_the_proof(pretend: Callable[..., Any], before_s: float,
-                                                        kept_s: float) -> None:  # fmt: skip
+def test_the_time_of_earlier_calls_counts_for_the_proof(
+    pretend: Callable[..., Any], before_s: float, kept_s: float
+) -> None:
     pretend(runs=3)
     asked(out="a")
     left = json.loads(Path("a/climb.json").read_text())
     Path("a/climb.json").write_text(json.dumps({**left, "spent_s": before_s}))
-    labs = pretend(runs=0)
+    runners = pretend(runs=0)
     asked(resume="a")
-    labs[-1].budget.reserve_s = 400.0
-    assert labs[-1].budget.kept_s == kept_s, "of a call of 600 s"
+    runners[-1].budget.reserve_s = 400.0
+    assert runners[-1].budget.kept_s == kept_s, "of a call of 600 s"
 
 
 def test_two_climbs_in_one_directory(pretend: Callable[..., Any], tmp_path: Path) -> None:
-    labs = pretend()
+    runners = pretend()
     (tmp_path / "a").mkdir()
-    with hold(tmp_path / "a"), pytest.raises(ConfigError, match="another fastloop is at work"):
+    with hold(tmp_path / "a"), pytest.raises(ConfigError, match="another fastloop is using it"):
         asked(out="a", force=True)
-    assert labs == []
+    assert runners == []
 
 
 def test_by_force_nothing_of_an_earlier_climb_is_found_again(pretend: Callable[..., Any], tmp_path: Path) -> None:
@@ -344,9 +373,9 @@ def test_by_force_nothing_of_an_earlier_climb_is_found_again(pretend: Callable[.
 @pytest.mark.timeout(900)
 def test_a_slow_loader_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     """With real trainings up to the confirmation, which is an A/B as any other."""
-    monkeypatch.setattr(command.Bench, "confirm", MadeUpLab.confirm)
+    monkeypatch.setattr(command.ProcessRunner, "confirm", SimulatedRunner.confirm)
     for name, value in (("confirmed", []), ("now", 0.0)):
-        monkeypatch.setattr(command.Bench, name, value, raising=False)
+        monkeypatch.setattr(command.ProcessRunner, name, value, raising=False)
     answer = asked("recipe.load_ms=40", conf=SLOW, out="a", budget_s=900.0)
     found = content(answer)
     assert answer.exit_code == 0 and found["stack"]["rungs"]["workers"]["enabled"] is True, answer.text

@@ -12,26 +12,34 @@ from typing import Any
 import pytest
 
 from fastloop.commands import diagnose as command
-from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.console import Answer
 from fastloop.commands.diagnose import diagnose, run_directory
-from fastloop.commands.trial import Job, Trial
-from fastloop.config import from_callback, to_yaml
+from fastloop.config.loading import from_callback, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
-from fastloop.measurement import PARTS, Measurement
-from fastloop.records import Plan, Step, Verdict
-from fastloop.report import files
-from tests.commands.command_line import NET
+from fastloop.experiments.trials.failures import Failed
+from fastloop.experiments.trials.trial import Job, Trial
+from fastloop.records import store
+from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.plan import Plan, Step, Verdict
+from fastloop.records.run_files import PlanFile, VerdictsFile
+from fastloop.records.trial import ANSWERS
+from tests.trainings import NET, SLOW
 
-SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
 SEEN = Measurement(
-    steps=50, total_steps=60, warmup_steps=10, samples_per_s=40.0, step_ms={"mean": 100.0, "median": 100.0},
-    parts_ms={**dict.fromkeys(PARTS, 0.0), "data_wait": 80.0, "forward": 10.0, "backward": 10.0}, global_batch=4,
-    window_too_short=False, evidence={"loader": {"num_workers": 0, "map_style": True, "usable_cpus": 4}},
-)  # fmt: skip
+    steps=50,
+    total_steps=60,
+    warmup_steps=10,
+    samples_per_s=40.0,
+    step_ms={"mean": 100.0, "median": 100.0},
+    parts_ms={**dict.fromkeys(PARTS, 0.0), "data_wait": 80.0, "forward": 10.0, "backward": 10.0},
+    global_batch=4,
+    window_too_short=False,
+    evidence={"loader": {"num_workers": 0, "map_style": True, "usable_cpus": 4}},
+)
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -44,7 +52,7 @@ def asked(target: str | Path, *overrides: str, **settings: Any) -> Answer:
 
 def content(answer: Answer) -> Any:
     assert answer.json is not None
-    return json.loads(files.dump(answer.json))
+    return json.loads(store.dump(answer.json))
 
 
 def write_run(where: Path, seen: Measurement = SEEN, plan: Plan | None = None) -> Path:
@@ -52,11 +60,17 @@ def write_run(where: Path, seen: Measurement = SEEN, plan: Plan | None = None) -
     steps = (Step(rung="pin", status="skipped", reason="needs CUDA"),)
     plan = Plan(steps=steps) if plan is None else plan
     verdicts = tuple(Verdict(rung=step.rung, took=False, why=step.reason or "") for step in plan.steps)
-    files.write(where, {
-        "measurement.json": files.dump(files.measurement_json(seen)), "plan.json": files.dump(files.plan_json(plan)),
-        "verdicts.json": files.dump(files.verdicts_json(verdicts)), "report.md": "# fastloop report\n",
-        "config.diff.yaml": "{}\n", "env.json": "{}\n",
-    })  # fmt: skip
+    store.write(
+        where,
+        {
+            "measurement.json": store.dump(seen),
+            "plan.json": store.dump(PlanFile.of(plan)),
+            "verdicts.json": store.dump(VerdictsFile(verdicts=verdicts)),
+            "report.md": "# fastloop report\n",
+            "config.diff.yaml": "{}\n",
+            "env.json": "{}\n",
+        },
+    )
     return where
 
 
@@ -90,8 +104,15 @@ def test_a_rung_that_is_on_is_not_proposed_again(tmp_path: Path) -> None:
 
 def test_a_file_of_an_older_version_is_enough(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    old = {"schema": 1, "steps": 50, "step_ms": {"mean": 100.0}, "parts_ms": {"data_wait": 80.0}, "unknown_key": 1,
-           "total_steps": 60, "evidence": SEEN.evidence}  # fmt: skip
+    old = {
+        "schema": 1,
+        "steps": 50,
+        "step_ms": {"mean": 100.0},
+        "parts_ms": {"data_wait": 80.0},
+        "unknown_key": 1,
+        "total_steps": 60,
+        "evidence": SEEN.evidence,
+    }
     (tmp_path / "a" / "measurement.json").write_text(json.dumps(old))
     answer = asked("a")
     assert answer.text.startswith("fastloop STARVED BY DATA") and content(answer)["plan"]["rungs"] == []
@@ -105,11 +126,11 @@ def test_a_broken_file_is_said(text: str, tmp_path: Path) -> None:
 
 
 def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
-    content = {**files.measurement_json(SEEN), "ranks": [1], "kernels": {"families_ms": [1]}}
+    content = {**store.to_json(SEEN), "ranks": [1], "kernels": {"busy_ms": 1.0, "families_ms": [1]}}
     (tmp_path / "measurement.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError) as error:
         asked(tmp_path)
-    assert "measurement.json" in error.value.got and "not what they should be" in error.value.why
+    assert "measurement.json" in error.value.got and "it holds unexpected values" in error.value.why
 
 
 def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Path) -> None:
@@ -134,7 +155,7 @@ def test_of_a_scripts_run_the_script_has_to_be_run_again(tmp_path: Path) -> None
 
 def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(ConfigError, match=r"holds no measurement\.json"):
+    with pytest.raises(ConfigError, match=r"contains no measurement\.json"):
         asked("a")
 
 
@@ -163,11 +184,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, Jo
                 code = 2 if result.startswith("fastloop: got") else 1
                 return Trial(ok=False, cause=result, code=code, tail=result, **kept)
             if isinstance(result, Measurement):
-                result = files.measurement_json(seen) if len(jobs) == 1 else result  # type: ignore[arg-type]
                 write_run(run_dir, seen)  # type: ignore[arg-type]
             if name in ("flops", "rates"):
-                return Trial(ok=True, cause=None, code=0, answer=result, **kept)
-            measured = result if isinstance(result, dict) else {"samples_per_s": result}
+                answer = store.decode(result, ANSWERS[name])
+                return Trial(ok=True, cause=None, code=0, answer=answer, **kept)
+            measured = result if isinstance(result, Measurement) else Measurement(samples_per_s=result)
             return Trial(ok=True, cause=None, code=0, measurement=measured, **kept)
 
         monkeypatch.setattr(command, "run_trial", run_trial)
@@ -221,8 +242,13 @@ def test_the_hunt_and_the_trace_are_for_the_first_run_only(pretend: Callable[...
 
 def test_what_the_run_could_tell_itself_is_not_asked_again(pretend: Callable[..., Any]) -> None:
     on_gpu = dataclasses.replace(SEEN, device="cuda", device_name="NVIDIA H200", precision="32-true", flops=COUNTED)
-    jobs = pretend(on_gpu, replayed=180.0, resident=190.0, no_exchange=50.0,
-                   rates={"schema": 1, "gemm_tflop_per_s": 700.0, "copy_tb_per_s": 4.0, "gemm_size": 8192})  # fmt: skip
+    jobs = pretend(
+        on_gpu,
+        replayed=180.0,
+        resident=190.0,
+        no_exchange=50.0,
+        rates={"schema": 1, "gemm_tflop_per_s": 700.0, "copy_tb_per_s": 4.0, "gemm_size": 8192},
+    )
     answer = asked(NET, "run.devices=2", out="a")
     assert [name for name, _ in jobs] == ["as it is", "replayed", "resident", "no_exchange", "rates"]
     peaks = content(answer)["measurement"]["peaks"]
@@ -260,14 +286,14 @@ def test_a_key_that_the_recipe_has_not_is_refused_before_anything_is_trained(
 
 def test_a_full_disk_is_no_fault_of_ours(pretend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
-    whole = files.write
+    whole = store.write
 
     def full(where: Path, contents: Any) -> None:
         if len(jobs) == 4:  # all is trained: what is written now is the report with the ceilings
             raise OSError(errno.ENOSPC, "No space left on device", str(where / "findings.json"))
         whole(where, contents)
 
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(store, "write", full)
     with pytest.raises(FastLoopError) as error:
         asked(NET, out="a")
     assert error.value.got == "a/findings.json" and "No space left on device" in error.value.why

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fastloop import facts
 from fastloop.commands import doctor
 from fastloop.commands.doctor import Check
-from fastloop.commands.probes import NoAnswer, TorchProbe
+from fastloop.commands.torch_probe import NoAnswer, TorchProbe
+from fastloop.evidence import machine
 
 GIB = 2**30
 INSTALLED = {
@@ -26,17 +26,29 @@ INSTALLED = {
     "redis": "7.0",
     "nvidia-dali-cuda130": "2.4",
 }
-READINGS = {"usable_cpus": 8, "memory_bytes": 64 * GIB, "shm_free_bytes": 8 * GIB, "open_file_limit": 65536,
-            "cxx_compiler": "g++"}  # fmt: skip
+READINGS = {
+    "usable_cpus": 8,
+    "memory_bytes": 64 * GIB,
+    "shm_free_bytes": 8 * GIB,
+    "open_file_limit": 65536,
+    "cxx_compiler": "g++",
+}
 NO_CUDA = TorchProbe(built_cuda="13.0")
 
 Diagnose = Callable[..., dict[str, Check]]
 
 
-def gpu(**changes: Any) -> facts.GpuReading:
-    idle = {"name": "H200", "memory_total_bytes": 140 * GIB, "memory_used_bytes": GIB, "driver": "580.65",
-            "compute_capability": (9, 0), "mig_enabled": False, "foreign_pids": ()}  # fmt: skip
-    return facts.GpuReading(**{"index": 0, **idle, **changes})
+def gpu(**changes: Any) -> machine.GpuReading:
+    idle = {
+        "name": "H200",
+        "memory_total_bytes": 140 * GIB,
+        "memory_used_bytes": GIB,
+        "driver": "580.65",
+        "compute_capability": (9, 0),
+        "mig_enabled": False,
+        "foreign_pids": (),
+    }
+    return machine.GpuReading(**{"index": 0, **idle, **changes})
 
 
 def cuda(devices: int, **changes: Any) -> TorchProbe:
@@ -54,22 +66,23 @@ def diagnose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Diagnose:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "bare_distribution", lambda: None)
 
     def run(
         versions: dict[str, str | None] | None = None,
-        gpus: tuple[facts.GpuReading, ...] = (gpu(),),
+        gpus: tuple[machine.GpuReading, ...] = (gpu(),),
         probe: TorchProbe | None = None,
         comm: bool = False,
         **readings: Any,
     ) -> dict[str, Check]:
         found = {**INSTALLED, **(versions or {})}
         monkeypatch.setattr(
-            facts, "versions", lambda asked: {name: found[name] for name in ("python", *asked) if found.get(name)}
+            machine, "versions", lambda asked: {name: found[name] for name in ("python", *asked) if found.get(name)}
         )
-        monkeypatch.setattr(facts, "gpus", lambda: gpus)
+        monkeypatch.setattr(machine, "gpus", lambda: gpus)
         monkeypatch.setattr(doctor, "torch_probe", lambda: probe or cuda(1))
         for name, value in {**READINGS, **readings}.items():
-            monkeypatch.setattr(facts, name, lambda *_, value=value: value)
+            monkeypatch.setattr(machine, name, lambda *_, value=value: value)
         checks = doctor.check(comm=comm)
         assert len({one.name for one in checks}) == len(checks), "two checks share a name"
         return {one.name: one for one in checks}
@@ -109,6 +122,24 @@ def test_versions_are_held_against_the_tested_range(
     for version in outside:
         one = diagnose(versions={package: version})[package]
         assert one.status == "warn" and doctor.TESTED[package][0] in one.found
+
+
+@pytest.mark.parametrize(
+    ("bare", "words"),
+    [
+        (None, None),
+        ("ours", ("an old install of this package", "pip install -e ")),
+        ("stranger", ("a different project", "pip uninstall fastloop lightning-fastloop")),
+    ],
+)
+def test_what_is_installed_under_the_bare_name(
+    diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, bare: Any, words: tuple[str, str] | None
+) -> None:
+    monkeypatch.setattr(machine, "bare_distribution", lambda: bare)
+    one = diagnose().get("distribution fastloop")
+    assert (one is None) == (words is None)
+    if one is not None and words is not None:
+        assert one.status == "warn" and words[0] in one.found and words[1] in (one.do or "")
 
 
 @pytest.mark.parametrize("package", ["torch", "lightning", "omegaconf"])
@@ -163,19 +194,33 @@ def test_nothing_is_imported_beside_a_malicious_lightning(tmp_path: Path, versio
 @pytest.mark.parametrize(
     ("change", "name", "status", "word"),
     [
-        ({"versions": {"pytorch-lightning": "2.6.6"}}, "two Lightnings", "info", "2.6.6 beside"),
+        ({"versions": {"pytorch-lightning": "2.6.6"}}, "two Lightnings", "info", "2.6.6 and"),
         ({"versions": {"pytorch-lightning": "2.5.0"}}, "two Lightnings", "warn", "2.5.0"),
         ({"versions": {"torch": "2.9.1"}}, "torch checkpoints", "warn", "GHSA-63cw-57p8-fm3p"),
         ({"versions": {"torch": "2.10.0"}}, "torch checkpoints", None, ""),
         ({"versions": {"lightning": "2.6.5"}}, "lightning checkpoints", "warn", "CVE-2026-58659"),
         ({"versions": {"pynvml": "12.0.0"}}, "pynvml", "warn", "pip uninstall pynvml"),
-        ({"versions": {"triton": None}}, "triton", "warn", "compile rung is off"),
+        ({"versions": {"triton": None}}, "triton", "warn", "torch.compile cannot work"),
         ({"versions": {"triton": None}, "gpus": (), "probe": NO_CUDA}, "triton", None, ""),
-        ({"versions": {"torchvision": None}}, "torchvision", "info", 'pip install "fastloop[recipes]"'),
-        ({"versions": {"redis": None}}, "redis", "info", 'pip install "fastloop[redis]"'),
-        ({"versions": {"nvidia-dali-cuda130": None}}, "DALI", "info", 'pip install "fastloop[dali-cuda13]"'),
-        ({"versions": {"nvidia-dali-cuda130": None}, "probe": cuda(1, built_cuda="12.8")}, "DALI", "info",
-         'pip install "fastloop[dali-cuda12]"'),
+        (
+            {"versions": {"torchvision": None}},
+            "torchvision",
+            "info",
+            "lightning-fastloop[recipes] pip install torchvision",
+        ),
+        ({"versions": {"redis": None}}, "redis", "info", "lightning-fastloop[redis] pip install redis"),
+        (
+            {"versions": {"nvidia-dali-cuda130": None}},
+            "DALI",
+            "info",
+            "lightning-fastloop[dali-cuda13] pip install nvidia-dali-cuda130",
+        ),
+        (
+            {"versions": {"nvidia-dali-cuda130": None}, "probe": cuda(1, built_cuda="12.8")},
+            "DALI",
+            "info",
+            "lightning-fastloop[dali-cuda12] pip install nvidia-dali-cuda120",
+        ),
         ({"usable_cpus": 2}, "CPUs", "info", "2 of 8"),
         ({"memory_bytes": GIB}, "memory", "warn", "1.0 GiB"),
         ({"memory_bytes": None}, "memory", "info", "unknown"),
@@ -185,21 +230,21 @@ def test_nothing_is_imported_beside_a_malicious_lightning(tmp_path: Path, versio
         ({"open_file_limit": 1023}, "open files", "warn", "ulimit -n"),
         ({"open_file_limit": 1024}, "open files", "ok", "1024"),
         ({"open_file_limit": None}, "open files", "info", "no limit"),
-        ({"cxx_compiler": None}, "C++ compiler", "warn", "compile rung is off"),
-        ({"gpus": (), "probe": NO_CUDA}, "GPU", "info", "need CUDA; everything else works"),
+        ({"cxx_compiler": None}, "C++ compiler", "warn", "torch.compile cannot work"),
+        ({"gpus": (), "probe": NO_CUDA}, "GPU", "info", "need CUDA are skipped, everything else works"),
         ({"gpus": ()}, "GPU", "info", "pip install nvidia-ml-py"),
         ({"gpus": (), "probe": cuda(1, bf16_native=False)}, "GPU bf16", "warn", "emulated"),
         ({"gpus": (gpu(memory_total_bytes=None),)}, "GPU 0", "ok", "1.0 GiB of ? in use"),
         ({"gpus": (gpu(name=None),)}, "GPU 0", "warn", "cannot read"),
         ({"gpus": (gpu(foreign_pids=(41, 42)),)}, "GPU 0 neighbours", "warn", "PID 41, 42"),
         ({"gpus": (gpu(mig_enabled=True),)}, "GPU 0 MIG", "info", "slice"),
-        ({"gpus": (gpu(compute_capability=(7, 5)),)}, "GPU 0 bf16", "warn", "emulated, slower"),
+        ({"gpus": (gpu(compute_capability=(7, 5)),)}, "GPU 0 bf16", "warn", "emulated and slow"),
         ({"gpus": (gpu(compute_capability=None),)}, "GPU 0 bf16", None, ""),
         ({"probe": TorchProbe()}, "torch and CUDA", "warn", "CUDA build of torch"),
         ({"probe": NO_CUDA}, "torch and CUDA", "warn", "update the driver"),
         ({"probe": TorchProbe(trouble="no answer within 60 s")}, "torch and CUDA", "fail", "no answer"),
     ],
-)  # fmt: skip
+)
 def test_what_is_found_is_told(
     diagnose: Diagnose, change: dict[str, Any], name: str, status: str | None, word: str
 ) -> None:
@@ -213,11 +258,19 @@ def test_what_is_found_is_told(
 @pytest.mark.parametrize(
     ("variable", "gpus", "seen", "status"),
     [
-        ("0,1", 2, 2, "ok"), ("GPU-8a2f", 4, 1, "ok"), ("0,-1,1", 2, 1, "ok"), ("", 0, 0, "ok"),
-        ("0,7", 2, 1, "warn"), ("", 2, 0, "warn"), ("-1", 2, 0, "warn"), ("0", 0, 0, "warn"),
-        (None, 2, 1, "warn"), (None, 2, 2, None), (None, 0, 0, None),
+        ("0,1", 2, 2, "ok"),
+        ("GPU-8a2f", 4, 1, "ok"),
+        ("0,-1,1", 2, 1, "ok"),
+        ("", 0, 0, "ok"),
+        ("0,7", 2, 1, "warn"),
+        ("", 2, 0, "warn"),
+        ("-1", 2, 0, "warn"),
+        ("0", 0, 0, "warn"),
+        (None, 2, 1, "warn"),
+        (None, 2, 2, None),
+        (None, 0, 0, None),
     ],
-)  # fmt: skip
+)
 def test_visible_devices(
     diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, variable: str | None, gpus: int, seen: int, status: str | None
 ) -> None:

@@ -22,8 +22,8 @@ import pytest
 from fastloop.commands import execute
 from fastloop.errors import ConfigError
 from tests.commands.command_line import ROOT, Said, alive, family, program, run, wait_for
+from tests.trainings import TRAIN
 
-TRAIN = Path(__file__).with_name("own_script") / "train.py"
 COUNTS = """
 import signal, sys, time
 from pathlib import Path
@@ -78,8 +78,14 @@ def test_an_unmodified_script_is_measured_and_stays_the_same_training(place: Pat
         wait_for((place / "waiting").exists, 100, place / "err")
         assert len(list((place / "tmp").glob("fastloop-exec-*"))) == 1
         (place / "go").touch()
-        subprocess.run([sys.executable, TRAIN, "--tell", "plain.json"], cwd=place, check=True, timeout=80,
-                       capture_output=True, env={**os.environ, **own(place), "OMP_NUM_THREADS": "1"})  # fmt: skip
+        subprocess.run(
+            [sys.executable, TRAIN, "--tell", "plain.json"],
+            cwd=place,
+            check=True,
+            timeout=80,
+            capture_output=True,
+            env={**os.environ, **own(place), "OMP_NUM_THREADS": "1"},
+        )
         assert process.wait(80) == 0
     watched, plain = (json.loads((place / f"{name}.json").read_text()) for name in ("watched", "plain"))
     assert watched["losses"] == plain["losses"] and len(plain["losses"]) == 128
@@ -94,14 +100,19 @@ def test_an_unmodified_script_is_measured_and_stays_the_same_training(place: Pat
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.parametrize(("launcher", "library"), [
-    (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), "pytorch_lightning"),
-    ((), "lightning.pytorch"),
-], ids=["torchrun-pytorch_lightning", "ddp-lightning"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launcher", "library"),
+    [
+        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), "pytorch_lightning"),
+        ((), "lightning.pytorch"),
+    ],
+    ids=["torchrun-pytorch_lightning", "ddp-lightning"],
+)
 def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> None:
     pytest.importorskip(library)
-    said = fastloop_exec(place, "--", sys.executable, *launcher, TRAIN, "--devices", "2", "--lightning", library,
-                         "--tell", "seen.json")  # fmt: skip
+    said = fastloop_exec(
+        place, "--", sys.executable, *launcher, TRAIN, "--devices", "2", "--lightning", library, "--tell", "seen.json"
+    )
     assert said.code == 0, said.err
     seen = measurement(place)
     assert (seen["world_size"], seen["total_steps"], len(seen["ranks"])) == (2, 64, 2)
@@ -110,11 +121,15 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("does", "code", "line", "steps"), [
-    ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
-    ("twice", 0, "NOTE     fit was called 2 times: the first that trained was measured", 128),
-    ("exits", 3, "PARTIAL: the fit did not end normally", 25),
-], ids=["never", "twice", "exits"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("does", "code", "line", "steps"),
+    [
+        ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
+        ("twice", 0, "NOTE     fit was called 2 times: the first that trained was measured", 128),
+        ("exits", 3, "PARTIAL: the fit did not end normally", 25),
+    ],
+    ids=["never", "twice", "exits"],
+)
 def test_what_scripts_do_is_named(does: str, code: int, line: str, steps: int | None, place: Path) -> None:
     said = fastloop_exec(place, "--json", "said.json", "--", sys.executable, TRAIN, "--does", does)
     assert said.code == code and line in said.out + said.err
@@ -132,9 +147,15 @@ def test_what_scripts_do_is_named(does: str, code: int, line: str, steps: int | 
 
 def test_streams_and_exit_code_are_the_commands(place: Path) -> None:
     code = "import sys; print(sys.stdin.read() + ' there'); sys.exit(7)"
-    done = subprocess.run([sys.executable, "-m", "fastloop", "exec", "--", sys.executable, "-c", code], input="who is",
-                          cwd=place, text=True, capture_output=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), **own(place)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "fastloop", "exec", "--", sys.executable, "-c", code],
+        input="who is",
+        cwd=place,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **own(place)},
+    )
     assert done.returncode == 7 and done.stdout.startswith("who is there\n")
     assert "ended with exit code 7 before it made a Trainer" in done.stdout + done.stderr
     killed = fastloop_exec(place, "--", "sh", "-c", "kill -9 $$")
@@ -143,11 +164,15 @@ def test_streams_and_exit_code_are_the_commands(place: Path) -> None:
     assert off.code == 0 and "nothing was measured: FASTLOOP_DISABLE is set" in off.out + off.err
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--config", "saef"], "no recipe, ladder, climb or rung has this name"),
-    (["--config", "bad.yaml"], "rungs.amp.mode"),
-    (["--out", "full"], "it is there already and not empty"),
-], ids=["no-such-ladder", "bad-value", "out-in-use"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "saef"], "no recipe, ladder, climb or rung has this name"),
+        (["--config", "bad.yaml"], "rungs.amp.mode"),
+        (["--out", "full"], "the directory exists and is not empty"),
+    ],
+    ids=["no-such-ladder", "bad-value", "out-in-use"],
+)
 def test_what_cannot_be_used_is_said_before_anything_starts(arguments: list[str], said: str, place: Path) -> None:
     (place / "bad.yaml").write_text("rungs:\n  amp: {enabled: true, mode: fp12}\n")
     (place / "full").mkdir()
@@ -173,7 +198,7 @@ def test_sections_that_a_callback_ignores_are_named(place: Path, monkeypatch: py
     (place / "mine.yaml").write_text("run: {max_steps: 5}\nrungs: {amp: {enabled: true}}\n")
     lines: list[str] = []
     answer = execute.execute(["true"], config="mine.yaml", progress=lines.append)
-    assert answer.exit_code == 0 and lines == ["fastloop: ignored, the Trainer is the script's: run"]
+    assert answer.exit_code == 0 and lines == ["fastloop: ignored, because the script makes its own Trainer: run"]
 
 
 # -- its end ----------------------------------------------------------------------------------------------------------
@@ -206,9 +231,16 @@ def test_a_signal_for_us_alone_is_passed_on_once(number: int, place: Path) -> No
 def test_ctrl_c_of_a_terminal_comes_once(place: Path) -> None:
     ours, theirs = pty.openpty()
     line = [sys.executable, "-m", "fastloop", "exec", "--", sys.executable, "-c", COUNTS]
-    process = subprocess.Popen(line, cwd=place, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT), **own(place)},
-                               preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    process = subprocess.Popen(
+        line,
+        cwd=place,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **own(place)},
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
     try:
         wait_for((place / "up").exists)
         os.write(ours, b"\x03")

@@ -12,28 +12,31 @@ from typing import Any
 import pytest
 
 from fastloop.commands import headspace as command
-from fastloop.commands.answer import Answer, Failed
+from fastloop.commands.console import Answer
 from fastloop.commands.headspace import headspace
-from fastloop.commands.trial import Job, Trial
-from fastloop.config import from_callback, to_yaml
+from fastloop.config.loading import from_callback, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
-from fastloop.report import files
-from tests.commands.command_line import NET, alive, family, program, wait_for
+from fastloop.experiments.trials.failures import Failed
+from fastloop.experiments.trials.trial import Job, Trial
+from fastloop.records import store
+from fastloop.records.measurement import Measurement
+from tests.commands.command_line import alive, family, program, wait_for
+from tests.trainings import NET, SLOW
 
-SLOW = Path(__file__).with_name("slow_recipe") / "slow.yaml"
 Rates = dict[str, float | str | tuple[str, int]]
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def asked(conf: str | Path, *overrides: str, out: str | None = None, force: bool = False) -> Answer:
-    return headspace(str(conf), more=(), overrides=overrides, out=out, force=force, limit_s=120,
-                     progress=lambda line: None)  # fmt: skip
+    return headspace(
+        str(conf), more=(), overrides=overrides, out=out, force=force, limit_s=120, progress=lambda line: None
+    )
 
 
 def content(answer: Answer) -> Any:
@@ -55,10 +58,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, Jo
             cause, code = value if isinstance(value, tuple) else (value, 1)
             if isinstance(cause, str):
                 (run_dir / "stderr.txt").write_text(cause)
-                return Trial(name=name, ok=False, cause=cause, seconds=1, run_dir=run_dir, code=code,
-                             tail=f"{cause}\nmore")  # fmt: skip
+                return Trial(
+                    name=name, ok=False, cause=cause, seconds=1, run_dir=run_dir, code=code, tail=f"{cause}\nmore"
+                )
             seen = {"samples_per_s": value, "window_too_short": False, **measured}
-            return Trial(name=name, ok=True, cause=None, seconds=1, run_dir=run_dir, code=0, measurement=seen)
+            return Trial(
+                name=name,
+                ok=True,
+                cause=None,
+                seconds=1,
+                run_dir=run_dir,
+                code=0,
+                measurement=store.decode(seen, Measurement),
+            )
 
         monkeypatch.setattr(command, "run_trial", run_trial)
         return asked
@@ -76,13 +88,16 @@ def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path
         "fastloop UP TO 8.3x WITHOUT DATA   net",
         "if data were free: 2,697 samples/s (8.3x, measured)",
         "if data and copies were free: 2,710 samples/s (8.4x, measured)",
-        "if data and the exchange were free: n/a: run.devices is 1: nothing is exchanged",
+        "if data and the exchange were free: n/a: run.devices is 1: there is no gradient exchange",
         "as it is: 324 samples/s (before and after: 320 and 328)",
         "FILES    a/headspace.json",
-    ]  # fmt: skip
+    ]
     assert [(name, job.variation) for name, job in jobs] == [
-        ("baseline", "as_it_is"), ("replayed", "replayed"), ("resident", "resident"), ("baseline-again", "as_it_is"),
-    ]  # fmt: skip
+        ("baseline", "as_it_is"),
+        ("replayed", "replayed"),
+        ("resident", "resident"),
+        ("baseline-again", "as_it_is"),
+    ]
     config = jobs[1][1].config()
     assert config.ladder.amp.enabled and config.watch.enabled and config.watch.trace_steps == 0
     found = content(answer)
@@ -131,20 +146,27 @@ def test_a_machine_that_changes_its_speed_is_named(pretend: Callable[[Rates], An
     assert "NOTE" not in asked(NET).text
 
 
-@pytest.mark.parametrize(("wait", "copies", "verdict"), [
-    (1.0, 0.1, "DISTURBED, RUN IT AGAIN: no ceiling from resident"), (1.0, 30.0, "UP TO 1.44x WITHOUT DATA AND COPIES"),
-    (30.0, 0.1, "UP TO 1.44x WITHOUT DATA AND COPIES"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wait", "copies", "verdict"),
+    [
+        (1.0, 0.1, "DISTURBED, RUN IT AGAIN: no ceiling from resident"),
+        (1.0, 30.0, "UP TO 1.44x WITHOUT DATA AND COPIES"),
+        (30.0, 0.1, "UP TO 1.44x WITHOUT DATA AND COPIES"),
+    ],
+)
 def test_a_ceiling_that_the_parts_do_not_allow_is_no_headline(
     wait: float, copies: float, verdict: str, pretend: Callable[..., Any]
 ) -> None:
     """Seen: up to 1.44x without copies, which were 0.1 % of the step."""
     parts = {"data_wait": wait, "h2d": copies, "forward": 60.0}
-    pretend({"baseline": 100, "replayed": 101, "resident": 144, "baseline-again": 100},
-            step_ms={"mean": 100.0}, parts_ms=parts)  # fmt: skip
+    pretend(
+        {"baseline": 100, "replayed": 101, "resident": 144, "baseline-again": 100},
+        step_ms={"mean": 100.0},
+        parts_ms=parts,
+    )
     answer = asked(NET)
     assert answer.text.splitlines()[0] == f"fastloop {verdict}   net"
-    doubted = "(1.44x, measured; faster than the run's own parts allow: one of them was disturbed)"
+    doubted = "(1.44x, measured; faster than the plain run's parts allow: one of the two was disturbed)"
     assert (doubted in answer.text) is ("DISTURBED" in verdict)
     assert content(answer)["ceilings"]["resident"]["ratio"] == pytest.approx(1.44), "the figure stays in the file"
 
@@ -193,7 +215,7 @@ def test_a_run_directory_is_no_configuration_but_may_hold_one(pretend: Callable[
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "measurement.json").write_text("{}")
     (tmp_path / "a" / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
-    with pytest.raises(ConfigError, match=r"got the run directory a\n  why .* takes a configuration") as error:
+    with pytest.raises(ConfigError, match=r"got the run directory a\n  why .* needs a configuration") as error:
         asked("a/")
     assert "has none" in error.value.do and "fastloop headspace" not in error.value.do
     (tmp_path / "a" / "config.resolved.yaml").write_text("base: cifar10\n")
@@ -216,7 +238,7 @@ def test_a_full_disk_is_no_fault_of_ours(pretend: Callable[[Rates], Any], monkey
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(store, "write", full)
     with pytest.raises(FastLoopError, match=r"got run directory a\n  why it cannot be written: No space left"):
         asked(NET, out="a")
 
@@ -236,9 +258,11 @@ def test_planted_costs(cost: str, ratio: tuple[float, float]) -> None:
 
 
 def test_stopped_by_ctrl_c_it_leaves_no_process(tmp_path: Path) -> None:
-    code = ("from fastloop.commands.headspace import headspace\n"
-            f"headspace({str(NET)!r}, more=(), overrides=('recipe.at=3', 'recipe.does=hang', 'recipe.mark=mark'),"
-            " out='a', force=False, limit_s=60, progress=print)")  # fmt: skip
+    code = (
+        "from fastloop.commands.headspace import headspace\n"
+        f"headspace({str(NET)!r}, more=(), overrides=('recipe.at=3', 'recipe.does=hang', 'recipe.mark=mark'),"
+        " out='a', force=False, limit_s=60, progress=print)"
+    )
     with program(cwd=tmp_path, code=code) as process:
         wait_for((tmp_path / "mark").exists, limit_s=60)
         processes = family(process)

@@ -8,16 +8,16 @@ import pytest
 import yaml
 
 from fastloop.commands import listing
+from fastloop.config.shipped import shipped
 from fastloop.errors import ConfigError
 from fastloop.ladder import Ladder, manual
-from fastloop.shipped import shipped
 
 RUNGS = dict(Ladder().rungs())
 
 
 def test_every_recipe_with_its_first_line() -> None:
     before = set(sys.modules)
-    answer = listing.recipes()
+    answer = listing.list_recipes()
     assert answer.json is not None and answer.json["schema"] == 1
     rows = {row["name"]: row["summary"] for row in answer.json["recipes"]}
     assert set(rows) == set(shipped("recipes")) >= {"cifar10", "gpt2", "resnet50"}
@@ -28,7 +28,7 @@ def test_every_recipe_with_its_first_line() -> None:
 
 
 def test_every_rung_in_planning_order() -> None:
-    answer = listing.rungs(None)
+    answer = listing.list_rungs(None)
     assert answer.json is not None
     assert [row["name"] for row in answer.json["rungs"]] == list(RUNGS)
     assert [line.split()[0] for line in answer.text.splitlines()] == list(RUNGS)
@@ -37,7 +37,7 @@ def test_every_rung_in_planning_order() -> None:
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_rungs_page_ends_with_yaml_that_is_its_defaults(name: str) -> None:
-    answer = listing.rungs(name)
+    answer = listing.list_rungs(name)
     page, _, settings = answer.text.partition(f"\nrungs.{name}:\n")
     assert page.startswith(manual(name)) and answer.json is not None
     assert yaml.safe_load(settings) == answer.json["settings"] == vars(RUNGS[name])
@@ -45,6 +45,6 @@ def test_a_rungs_page_ends_with_yaml_that_is_its_defaults(name: str) -> None:
 
 def test_an_unknown_rung() -> None:
     with pytest.raises(ConfigError) as caught:
-        listing.rungs("compil")
+        listing.list_rungs("compil")
     assert (caught.value.got, caught.value.do) == ("rung 'compil'", "write compile")
     assert all(name in caught.value.why for name in RUNGS)

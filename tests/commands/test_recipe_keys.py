@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.bridge import recipe
-from fastloop.bridge.recipe_modules import FOLDER
-from fastloop.commands.recipe_keys import check_recipe_keys, fields
-from fastloop.config import load
+from fastloop.bridge.fit import recipes
+from fastloop.bridge.fit.recipe_modules import FOLDER
+from fastloop.commands.config import check_recipe_keys, read_fields
+from fastloop.config.loading import load
+from fastloop.config.shipped import shipped
 from fastloop.errors import ConfigError
-from fastloop.shipped import shipped
-from tests.commands.command_line import NET
+from tests.trainings import NET
 
 PLAIN = """
 from dataclasses import dataclass
@@ -47,24 +47,33 @@ def own(folder: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", shipped("recipes"))
 def test_the_fields_of_shipped_recipes_are_those_of_their_records(name: str) -> None:
-    record = recipe.load(load(name)).Settings
-    assert fields(shipped("recipes")[name].with_suffix(".py")) == [field.name for field in dataclasses.fields(record)]
+    record = recipes.load(load(name)).Settings
+    assert read_fields(shipped("recipes")[name].with_suffix(".py")) == [
+        field.name for field in dataclasses.fields(record)
+    ]
 
 
 def test_fields_are_read_and_nothing_is_imported(tmp_path: Path) -> None:
-    assert fields(own(tmp_path, PLAIN)) == ["size", "data"]
+    assert read_fields(own(tmp_path, PLAIN)) == ["size", "data"]
 
 
-@pytest.mark.parametrize("change", [
-    ("class Settings:", "class Settings(Others):"), ("class Settings:", "class Settings(metaclass=Kind):"),
-    ("@dataclass", "@more\n@dataclass"), ("@dataclass(frozen=True, kw_only=True)\n", ""),
-    ("class Settings:", "class Options:"), ("import no_such_module", "import ("),
-], ids=["inherits", "metaclass", "decorated", "no_dataclass", "renamed", "broken"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("class Settings:", "class Settings(Others):"),
+        ("class Settings:", "class Settings(metaclass=Kind):"),
+        ("@dataclass", "@more\n@dataclass"),
+        ("@dataclass(frozen=True, kw_only=True)\n", ""),
+        ("class Settings:", "class Options:"),
+        ("import no_such_module", "import ("),
+    ],
+    ids=["inherits", "metaclass", "decorated", "no_dataclass", "renamed", "broken"],
+)
 def test_what_cannot_be_told_is_left_to_the_recipe(change: tuple[str, str], tmp_path: Path) -> None:
     path, changed = own(tmp_path, PLAIN), PLAIN.replace(*change)
-    assert changed != PLAIN and fields(path) is not None
+    assert changed != PLAIN and read_fields(path) is not None
     path.write_text(changed)
-    assert fields(path) is None
+    assert read_fields(path) is None
     check_recipe_keys(load(f"{tmp_path}/net.yaml", overrides=["recipe.size=1"]))
 
 
@@ -73,7 +82,7 @@ def test_it_says_what_the_training_would_say(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as early:
         check_recipe_keys(config)
     with pytest.raises(ConfigError) as late:
-        recipe.build_recipe(config)
+        recipes.build_recipe(config)
     assert str(early.value) == str(late.value) and early.value.key == "recipe.wokers"
     check_recipe_keys(load(str(NET), overrides=["recipe.workers=2"]))
 
@@ -86,8 +95,10 @@ def test_a_section_in_place_of_a_value_is_the_recipes_to_refuse(tmp_path: Path) 
 
 
 def test_torch_is_not_imported_for_it() -> None:
-    code = ("import sys\nfrom fastloop.commands.recipe_keys import check_recipe_keys\n"
-            "from fastloop.config import load\ncheck_recipe_keys(load('gpt2', overrides=['recipe.size=tiny']))\n"
-            "assert 'fastloop.config' in sys.modules and 'torch' not in sys.modules")  # fmt: skip
+    code = (
+        "import sys\nfrom fastloop.commands.config import check_recipe_keys\n"
+        "from fastloop.config.loading import load\ncheck_recipe_keys(load('gpt2', overrides=['recipe.size=tiny']))\n"
+        "assert 'fastloop.config.loading' in sys.modules and 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -16,13 +16,24 @@ import torch
 import yaml
 
 from fastloop.commands import run as command
-from fastloop.records import Change, Plan, Step
-from fastloop.report.files import NAMES
-from tests.commands.command_line import CONTROL, NET, CommandLine, alive, family, program, run, strictly, wait_for
+from fastloop.experiments.trials import failures
+from fastloop.records.plan import Change, Plan, Step
+from fastloop.records.store import NAMES
+from tests.commands.command_line import CONTROL, CommandLine, alive, family, program, run, strictly, wait_for
+from tests.trainings import NET
 
-FILES = {"config.resolved.yaml", "config.diff.yaml", "env.json", "plan.json", "measurement.json", "verdicts.json",
-         "findings.json", "report.md", "report.html"}  # fmt: skip
-PARTIAL = "; the steps before that are in a/report.md, flagged as partial"
+FILES = {
+    "config.resolved.yaml",
+    "config.diff.yaml",
+    "env.json",
+    "plan.json",
+    "measurement.json",
+    "verdicts.json",
+    "findings.json",
+    "report.md",
+    "report.html",
+}
+PARTIAL = "; the earlier steps are in a/report.md, flagged as partial"
 
 
 @pytest.fixture
@@ -63,8 +74,15 @@ def test_a_run_writes_its_directory_and_says_where(fastloop: CommandLine) -> Non
 
 @pytest.mark.short
 def test_a_run_with_rungs_says_what_took(fastloop: CommandLine) -> None:
-    said = fastloop("run", NET, "rungs.workers={enabled: true, count: 1},rungs.pin.enabled=true",
-                    "rungs.amp.enabled=true", "rungs.batch={enabled: true, micro_batch: 2}", "--json", "-")  # fmt: skip
+    said = fastloop(
+        "run",
+        NET,
+        "rungs.workers={enabled: true, count: 1},rungs.pin.enabled=true",
+        "rungs.amp.enabled=true",
+        "rungs.batch={enabled: true, micro_batch: 2}",
+        "--json",
+        "-",
+    )
     assert said.code == 0
     took = {verdict["rung"]: verdict["took"] for verdict in said.json["verdicts"]}
     assert took == {"workers": True, "pin": False, "batch": True, "amp": True}
@@ -88,15 +106,26 @@ def test_the_resolved_configuration_runs_again(fastloop: CommandLine) -> None:
 
 
 def test_the_resolved_configuration_of_a_shipped_recipe_names_it(fastloop: CommandLine) -> None:
-    said = fastloop("run", "gpt2", "recipe.size=tiny", "run.max_steps=1", "trainer.accumulate_grad_batches=1",
-                    "run.accelerator=cpu", "--out", "a")  # fmt: skip
+    said = fastloop(
+        "run",
+        "gpt2",
+        "recipe.size=tiny",
+        "run.max_steps=1",
+        "trainer.accumulate_grad_batches=1",
+        "run.accelerator=cpu",
+        "--out",
+        "a",
+    )
     assert said.code == 0, said.err
     assert (fastloop.folder / "a" / "config.resolved.yaml").read_text().startswith("base: gpt2\n")
     plan = fastloop("config", "diff", "a/config.resolved.yaml", "gpt2")
     assert "run.max_steps: 1 -> 200" in plan.out
     changed = yaml.safe_load((fastloop.folder / "a" / "config.diff.yaml").read_text())
-    assert changed == {"recipe": {"size": "tiny"}, "trainer": {"accumulate_grad_batches": 1},
-                       "run": {"max_steps": 1, "accelerator": "cpu"}}  # fmt: skip
+    assert changed == {
+        "recipe": {"size": "tiny"},
+        "trainer": {"accumulate_grad_batches": 1},
+        "run": {"max_steps": 1, "accelerator": "cpu"},
+    }
 
 
 def test_the_diff_is_a_patch(fastloop: CommandLine) -> None:
@@ -148,11 +177,14 @@ def test_a_directory_that_is_not_empty_is_left_alone_without_force(fastloop: Com
     said = fastloop("run", NET, "--out", "there")
     assert said.code == 2
     assert said.err.splitlines() == [
-        "fastloop: got --out there", "  why it is there already and not empty",
-        "  do  write another directory, or --force to write into this one",
-    ]  # fmt: skip
-    assert {path.name: path.read_text() for path in there.iterdir()} == {"notes.txt": "mine",
-                                                                         "report.md": "an earlier run"}  # fmt: skip
+        "fastloop: got --out there",
+        "  why the directory exists and is not empty",
+        "  do  choose another directory, or add --force to write into this one",
+    ]
+    assert {path.name: path.read_text() for path in there.iterdir()} == {
+        "notes.txt": "mine",
+        "report.md": "an earlier run",
+    }
     assert fastloop("run", NET, "--out", "there", "--force").code == 0
     assert (there / "notes.txt").read_text() == "mine" and (there / "report.md").read_text().startswith("# fastloop")
 
@@ -214,8 +246,9 @@ def test_what_lightning_would_refuse_is_said_at_its_key(wrong: str, got: str, wh
 def test_nothing_to_train_on_is_an_error(nothing: str, fastloop: CommandLine) -> None:
     said = fastloop("run", NET, nothing)
     assert said.code == 1 and said.err.splitlines()[:2] == [
-        "fastloop: got a training of 0 optimizer steps", "  why there is nothing to train on",
-    ]  # fmt: skip
+        "fastloop: got a training of 0 optimizer steps",
+        "  why there is nothing to train on",
+    ]
     assert "samples/s" not in said.out and "inf" not in said.out
 
 
@@ -232,8 +265,15 @@ class Needs:
 
 @pytest.fixture
 def checkpoint(fastloop: CommandLine) -> Path:
-    said = fastloop("run", NET, "run.max_steps=8", "trainer.enable_checkpointing=true", "trainer.limit_train_batches=4",
-                    "--out", "first")  # fmt: skip
+    said = fastloop(
+        "run",
+        NET,
+        "run.max_steps=8",
+        "trainer.enable_checkpointing=true",
+        "trainer.limit_train_batches=4",
+        "--out",
+        "first",
+    )
     assert said.code == 0, said.err
     (found,) = (fastloop.folder / "first").rglob("*.ckpt")
     return found
@@ -242,8 +282,9 @@ def checkpoint(fastloop: CommandLine) -> Path:
 @pytest.mark.short
 def test_a_good_checkpoint_is_resumed(checkpoint: Path, fastloop: CommandLine) -> None:
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 8
-    said = fastloop("run", NET, f"run.resume={checkpoint}", "run.max_steps=12", "trainer.limit_train_batches=4",
-                    "--json", "-")  # fmt: skip
+    said = fastloop(
+        "run", NET, f"run.resume={checkpoint}", "run.max_steps=12", "trainer.limit_train_batches=4", "--json", "-"
+    )
     assert said.code == 0, said.err
     assert said.json["measurement"]["total_steps"] == 4, "it went on from step 8"
 
@@ -256,7 +297,9 @@ def test_a_checkpoint_that_runs_code_is_refused_and_can_be_trusted(checkpoint: P
     assert said.code == 2 and said.out == ""
     got, why, do = said.err.splitlines()
     assert got == f"fastloop: got run.resume: {checkpoint} (command line)"
-    assert why.startswith("  why it does not load as tensors") and "tests.commands.test_run.Needs" in why
+    assert (
+        why.startswith("  why it holds more than tensors and plain values") and "tests.commands.test_run.Needs" in why
+    )
     assert "--trust-checkpoint" in do and CONTROL.findall(said.err) == []
     assert not (fastloop.folder / "fastloop-runs").exists()
     said = fastloop(*arguments, "--trust-checkpoint", "--json", "-")
@@ -268,14 +311,15 @@ def test_a_checkpoint_that_runs_code_is_refused_and_can_be_trusted(checkpoint: P
 def test_a_missing_checkpoint(trust: list[str], fastloop: CommandLine) -> None:
     said = fastloop("run", NET, "run.resume=gone.ckpt", *trust)
     assert (said.code, said.err.splitlines()[:2]) == (
-        2, ["fastloop: got run.resume: gone.ckpt (command line)", "  why there is no such file"],
-    )  # fmt: skip
+        2,
+        ["fastloop: got run.resume: gone.ckpt (command line)", "  why there is no such file"],
+    )
 
 
 def test_a_file_that_is_no_checkpoint(fastloop: CommandLine) -> None:
     (fastloop.folder / "x.ckpt").write_bytes(pickle.dumps(Needs))
     said = fastloop("run", NET, "run.resume=x.ckpt")
-    assert said.code == 2 and "does not load as tensors and plain values" in said.err
+    assert said.code == 2 and "holds more than tensors and plain values" in said.err
 
 
 # -- a training that raises -------------------------------------------------------------------------------------------
@@ -310,8 +354,10 @@ def test_interrupted_by_its_own_hand(fastloop: CommandLine) -> None:
 
 def test_secrets_are_nowhere(fastloop: CommandLine) -> None:
     secret = "hunter2-very-secret"
-    said = [fastloop("run", NET, f"recipe.api_key={secret}", "--out", "a", *more)
-            for more in (["run.max_steps=2"], ["recipe.at=1", "recipe.does=raise", "--force"])]  # fmt: skip
+    said = [
+        fastloop("run", NET, f"recipe.api_key={secret}", "--out", "a", *more)
+        for more in (["run.max_steps=2"], ["recipe.at=1", "recipe.does=raise", "--force"])
+    ]
     said.append(fastloop("run", NET, f"recipe.api_key={secret}", "recipe.batch=x"))
     said.append(fastloop("run", NET, f"recipe.api_key={secret}", f"trainer.precision={secret}"))
     said.append(fastloop("config", "show", NET, f"recipe.api_key={secret}"))
@@ -331,8 +377,17 @@ def test_secrets_are_nowhere(fastloop: CommandLine) -> None:
 def stopped(sent: signal.Signals, folder: Path, *more: str, group: bool = False) -> tuple[int, float, str]:
     """Exit code, seconds until every process was gone, and what was said, after a signal to a training at step 22."""
     # An epoch that does not end: what is raised while workers start and end may be lost, and then comes again later.
-    arguments = ["run", NET, "run.max_steps=1000000", "recipe.at=22", f"recipe.mark={folder}/mark",
-                 "recipe.samples=10000000", "--out", "a", *more]  # fmt: skip
+    arguments = [
+        "run",
+        NET,
+        "run.max_steps=1000000",
+        "recipe.at=22",
+        f"recipe.mark={folder}/mark",
+        "recipe.samples=10000000",
+        "--out",
+        "a",
+        *more,
+    ]
     with program(*arguments, cwd=folder) as process:
         wait_for((folder / "mark").is_file)
         time.sleep(0.2)
@@ -388,7 +443,7 @@ def test_stopped_before_it_began(sent: signal.Signals, code: int, tmp_path: Path
 @pytest.mark.multirank
 def test_two_ranks_write_one_report(tmp_path: Path) -> None:
     arguments = ["run", NET, "run.devices=2", "rungs.overlap.enabled=true", "--json", "two.json", "--out", "a"]
-    said = run(*arguments, cwd=tmp_path)
+    said = run(*arguments, cwd=tmp_path, executed=True)
     assert said.code == 0, said.err
     assert names(tmp_path / "a") == FILES
     assert len(re.findall(r"^fastloop ", said.out, flags=re.M)) == 1 and said.out.count("REPORT") == 1
@@ -416,16 +471,23 @@ def test_two_ranks_are_terminated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "first"),
-    [({}, True), ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, True), ({"RANK": ""}, True), ({"LOCAL_RANK": "1"}, False),
-     ({"RANK": "2", "LOCAL_RANK": "0"}, False), ({"NODE_RANK": "1"}, False), ({"SLURM_PROCID": "3"}, False)],
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, True),
+        ({"RANK": ""}, True),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
+        ({"NODE_RANK": "1"}, False),
+        ({"SLURM_PROCID": "3"}, False),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_one_rank_speaks(variables: dict[str, str], first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in command._RANKS:
+    for name in failures._RANKS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert command.first_rank() is first
+    assert failures.first_rank() is first
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------
@@ -442,12 +504,29 @@ def test_one_rank_speaks(variables: dict[str, str], first: bool, monkeypatch: py
         (["recipe.workers=2", "recipe.prefetch=5", "rungs.workers.enabled=true"], 4, 11, 1056),
         (["rungs.batch={enabled: true, micro_batch: 2}"], 4, 1, 96),
         (["trainer.accumulate_grad_batches=4", "rungs.batch={enabled: true, micro_batch: 8}"], 16, 1, 384),
-        (["trainer.accumulate_grad_batches=4", "rungs.batch={enabled: true, micro_batch: 8}",
-          "rungs.workers={enabled: true, count: 1, prefetch_factor: 2}"], 16, 3, 1152),
+        (
+            [
+                "trainer.accumulate_grad_batches=4",
+                "rungs.batch={enabled: true, micro_batch: 8}",
+                "rungs.workers={enabled: true, count: 1, prefetch_factor: 2}",
+            ],
+            16,
+            3,
+            1152,
+        ),
     ],
-    ids=["plain", "accumulated", "two ranks", "workers", "own workers", "own workers stand", "split", "merge",
-         "merge with workers"],
-)  # fmt: skip
+    ids=[
+        "plain",
+        "accumulated",
+        "two ranks",
+        "workers",
+        "own workers",
+        "own workers stand",
+        "split",
+        "merge",
+        "merge with workers",
+    ],
+)
 def test_the_numbers_of_a_plan(
     arguments: list[str], samples: int, batches: int, size: int, fastloop: CommandLine
 ) -> None:
@@ -467,7 +546,7 @@ def test_a_plan_trains_nothing_and_says_what_each_rung_would_do(fastloop: Comman
     assert lines[0].startswith("net: 1x cpu, SingleDeviceStrategy, 32-true, ")
     assert re.search(r"^planned  workers   loader.num_workers=\d, .*\[exact\]$", said.out, flags=re.M)
     assert re.search(r"^skipped  pin       needs CUDA", said.out, flags=re.M)
-    assert "no rung is switched on; try --config safe" in fastloop("plan", NET).out
+    assert "no rung is enabled; try --config safe" in fastloop("plan", NET).out
 
 
 def test_a_plan_under_strict(fastloop: CommandLine) -> None:
@@ -484,12 +563,18 @@ def test_a_plan_for_an_empty_dataset(fastloop: CommandLine) -> None:
 
 def test_a_plans_lines() -> None:
     change = Change(wants={"a.b": 1, "c": None}, parity="approximate", notes=("mind the gap",))
-    steps = (Step(rung="amp", status="planned", change=change), Step(rung="pin", status="skipped", reason="no"),
-             Step(rung="batch", status="waiting", change=change, reason="waits for x"))  # fmt: skip
-    assert command.plan_lines(Plan(steps=steps)) == [
-        "planned  amp       a.b=1, c=None  [approximate]", "                   note: mind the gap",
-        "skipped  pin       no", "waiting  batch     waits for x", "                   note: mind the gap",
-    ]  # fmt: skip
+    steps = (
+        Step(rung="amp", status="planned", change=change),
+        Step(rung="pin", status="skipped", reason="no"),
+        Step(rung="batch", status="waiting", change=change, reason="waits for x"),
+    )
+    assert command.describe_plan(Plan(steps=steps)) == [
+        "planned  amp       a.b=1, c=None  [approximate]",
+        "                   note: mind the gap",
+        "skipped  pin       no",
+        "waiting  batch     waits for x",
+        "                   note: mind the gap",
+    ]
 
 
 def test_the_json_of_a_run_and_of_its_report_are_one(fastloop: CommandLine) -> None:

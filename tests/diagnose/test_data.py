@@ -6,42 +6,88 @@ from typing import Any
 
 import pytest
 
-from fastloop.diagnose import WORTH_NAMING_PCT, findings
-from fastloop.measurement import Measurement
-from fastloop.records import Finding
-from tests.diagnose.scenes import resnet50_naive, scene
+from fastloop.diagnose import WORTH_NAMING_PCT
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding
+from tests.diagnose.scenes import findings, resnet50_naive, scene
 
 MAP = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 8}
 
 
-def only(loader: dict[str, Any] | None = None, *, step: float | None = 100.0, wait: float | None = 60.0,
-         enabled: tuple[str, ...] = (), **seen: Any) -> Finding:  # fmt: skip
-    measurement = Measurement(step_ms={"mean": step}, parts_ms={"data_wait": wait},
-                              evidence={} if loader is None else {"loader": loader}, **seen)  # fmt: skip
+def only(
+    loader: dict[str, Any] | None = None,
+    *,
+    step: float | None = 100.0,
+    wait: float | None = 60.0,
+    enabled: tuple[str, ...] = (),
+    **seen: Any,
+) -> Finding:
+    measurement = Measurement(
+        step_ms={"mean": step},
+        parts_ms={"data_wait": wait},
+        evidence={} if loader is None else {"loader": loader},
+        **seen,
+    )
     (finding,) = findings(measurement, enabled)
     return finding
 
 
-@pytest.mark.parametrize(("loader", "enabled", "patch", "advice"), [
-    (MAP, (), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
-    (MAP, ("amp",), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
-    (MAP, ("workers",), None, "no rung helps: workers is on but could not apply (its verdict says why)"),
-    ({**MAP, "map_style": False}, (), None,
-     "no rung helps: an iterable dataset has to be sharded by its owner before it can have workers"),
-    ({**MAP, "num_workers": None}, (), None,
-     "no rung helps: this loader is not a DataLoader; make its batches ahead of need"),
-    ({**MAP, "num_workers": 6}, (), None,
-     "no rung of this version helps: num_workers=6 on 8 CPUs is not enough; cheapen the transforms"),
-    ({**MAP, "num_workers": 6}, ("workers",), None,
-     "no rung of this version helps: num_workers=6 on 8 CPUs is not enough; cheapen the transforms"),
-    ({**MAP, "num_workers": 2}, (), None,
-     "no further rung helps: num_workers=2 and 8 CPUs are usable: set num_workers=7 in your loader"),
-    ({**MAP, "num_workers": 2}, ("workers",), None,
-     "no further rung helps: num_workers=2 and 8 CPUs are usable: write rungs.workers.count: 7"),
-    ({**MAP, "num_workers": 8, "usable_cpus": None}, (), None,
-     "no rung of this version helps: num_workers=8 on None CPUs is not enough; cheapen the transforms"),
-    (None, (), None, "no rung helps: this loader is not a DataLoader; make its batches ahead of need"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loader", "enabled", "patch", "advice"),
+    [
+        (MAP, (), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
+        (MAP, ("amp",), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
+        (
+            MAP,
+            ("workers",),
+            None,
+            "no rung helps: workers is on but had no effect (its verdict says why); use cheaper transforms",
+        ),
+        (
+            {**MAP, "map_style": False},
+            (),
+            None,
+            "no rung helps: an iterable dataset must be sharded in your code before it can have workers",
+        ),
+        (
+            {**MAP, "num_workers": None},
+            (),
+            None,
+            "no rung helps: this loader is not a DataLoader; prepare its batches ahead of time",
+        ),
+        (
+            {**MAP, "num_workers": 6},
+            (),
+            None,
+            "no rung helps: num_workers=6 on 8 CPUs is not enough; use cheaper transforms",
+        ),
+        (
+            {**MAP, "num_workers": 6},
+            ("workers",),
+            None,
+            "no further rung helps: num_workers=6 on 8 CPUs is not enough; use cheaper transforms",
+        ),
+        (
+            {**MAP, "num_workers": 2},
+            (),
+            None,
+            "no rung helps: num_workers=2 and 8 CPUs are usable: set num_workers=7 in your loader",
+        ),
+        (
+            {**MAP, "num_workers": 2},
+            ("workers",),
+            None,
+            "no further rung helps: num_workers=2 and 8 CPUs are usable: write rungs.workers.count: 7",
+        ),
+        (
+            {**MAP, "num_workers": 8, "usable_cpus": None},
+            (),
+            None,
+            "no rung helps: num_workers=8 on None CPUs is not enough; use cheaper transforms",
+        ),
+        (None, (), None, "no rung helps: this loader is not a DataLoader; prepare its batches ahead of time"),
+    ],
+)
 def test_data_wait_and_what_to_do(loader: Any, enabled: tuple[str, ...], patch: Any, advice: str) -> None:
     finding = only(loader, enabled=enabled)
     assert finding.bottleneck == "data_wait" and finding.share_pct == pytest.approx(60)
@@ -76,21 +122,27 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
     assert only(MAP, step=2.0, wait=wait).bottleneck == name
 
 
-@pytest.mark.parametrize(("seen", "advised"), [
-    ({"step": 1.5, "wait": 0.3}, False), ({"step": 1.5, "wait": 0.49}, False), ({"step": 1.5, "wait": 0.6}, True),
-    ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 4}, False),
-    ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 8}, True),
-    ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 1.2}}, True),
-    ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 0.3}}, False),
-    ({"step": 1.5, "wait": 0.3, "device": "cuda"}, True),
-], ids=["fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu",
-        "unknown_on_a_gpu"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seen", "advised"),
+    [
+        ({"step": 1.5, "wait": 0.3}, False),
+        ({"step": 1.5, "wait": 0.49}, False),
+        ({"step": 1.5, "wait": 0.6}, True),
+        ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 4}, False),
+        ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 8}, True),
+        ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 1.2}}, True),
+        ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 0.3}}, False),
+        ({"step": 1.5, "wait": 0.3, "device": "cuda"}, True),
+    ],
+    ids=["fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu", "unknown_on_a_gpu"],
+)
 def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[str, Any], advised: bool) -> None:
     finding = only(MAP, **seen)
     assert finding.bottleneck == "data_wait" and finding.share_pct is not None, "it is named all the same"
     assert (finding.patch is not None) is advised
-    assert ("no rung helps: a batch is there after 0." in finding.why and "taking it from a worker" in finding.why) \
-        is not advised  # fmt: skip
+    assert (
+        "no rung helps: a batch takes 0." in finding.why and "taking it from a worker" in finding.why
+    ) is not advised
     assert "num_workers=6 on 8 CPUs" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
 
 
@@ -107,9 +159,14 @@ def test_a_step_that_is_all_wait_has_no_ceiling(wait: float) -> None:
     assert finding.share_pct == 100 and finding.ceiling_gain_pct is None
 
 
-@pytest.mark.parametrize(("ceilings", "gain"), [
-    ({"replayed": 2592.0, "resident": 2697.0}, 700.0), ({"replayed": 2592.0}, 700.0), ({"resident": 2697.0}, 732.4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ceilings", "gain"),
+    [
+        ({"replayed": 2592.0, "resident": 2697.0}, 700.0),
+        ({"replayed": 2592.0}, 700.0),
+        ({"resident": 2697.0}, 732.4),
+    ],
+)
 def test_a_trial_beats_the_estimate(ceilings: dict[str, float], gain: float) -> None:
     first, *rest = findings(resnet50_naive(ceilings=ceilings))
     assert first.bottleneck == "data_wait" and rest == []
@@ -120,19 +177,26 @@ def test_a_trial_beats_the_estimate(ceilings: dict[str, float], gain: float) -> 
 
 @pytest.mark.parametrize(("rate", "named"), [(102.9, False), (103.1, True), (90.0, False)])
 def test_a_trial_that_gains_nothing_acquits_the_loader(rate: float, named: bool) -> None:
-    seen = scene(100.0, data_wait=30.0, trail=0.0, gpu={"gr_active_pct": 70.0}, samples_per_s=100.0,
-                 ceilings={"replayed": rate})  # fmt: skip
+    seen = scene(
+        100.0, data_wait=30.0, trail=0.0, gpu={"gr_active_pct": 70.0}, samples_per_s=100.0, ceilings={"replayed": rate}
+    )
     found = findings(seen)
     assert ("data_wait" in [finding.bottleneck for finding in found]) is named
     if not named:
         assert "30.0 % of the step, but with free data" in found[0].why and "(measured)" in found[0].why
 
 
-@pytest.mark.parametrize(("enabled", "loader", "rungs"), [
-    ((), {}, ["pin", "prefetch"]), (("pin",), {}, ["prefetch"]), (("prefetch",), {}, ["pin"]),
-    ((), {"pin_memory": True}, ["prefetch"]), ((), {"num_workers": None}, ["prefetch"]),
-    (("pin", "prefetch"), {}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("enabled", "loader", "rungs"),
+    [
+        ((), {}, ["pin", "prefetch"]),
+        (("pin",), {}, ["prefetch"]),
+        (("prefetch",), {}, ["pin"]),
+        ((), {"pin_memory": True}, ["prefetch"]),
+        ((), {"num_workers": None}, ["prefetch"]),
+        (("pin", "prefetch"), {}, None),
+    ],
+)
 def test_copies(enabled: tuple[str, ...], loader: dict[str, Any], rungs: list[str] | None) -> None:
     seen = scene(100.0, h2d=40.0, trail=30.0, loader={**MAP, **loader})
     (finding,) = findings(seen, enabled)
@@ -153,12 +217,17 @@ def test_copies_are_the_gap_between_replayed_and_resident() -> None:
     assert finding.bottleneck == "none"
 
 
-@pytest.mark.parametrize(("ceilings", "gain", "estimate"), [
-    ({"replayed": 100.0, "resident": 130.0}, 30.0, False),
-    ({"replayed": 95.0, "resident": 88.0}, None, True), ({"replayed": 105.0, "resident": 93.0}, None, True),
-    ({"replayed": 50.0, "resident": 110.0}, 10.0, True), ({"replayed": 92.0, "resident": 91.0}, None, False),
-], ids=["sound", "resident_slower_than_the_run", "resident_slower_than_replayed", "replayed_disturbed",
-        "acquitted"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ceilings", "gain", "estimate"),
+    [
+        ({"replayed": 100.0, "resident": 130.0}, 30.0, False),
+        ({"replayed": 95.0, "resident": 88.0}, None, True),
+        ({"replayed": 105.0, "resident": 93.0}, None, True),
+        ({"replayed": 50.0, "resident": 110.0}, 10.0, True),
+        ({"replayed": 92.0, "resident": 91.0}, None, False),
+    ],
+    ids=["sound", "resident_slower_than_the_run", "resident_slower_than_replayed", "replayed_disturbed", "acquitted"],
+)
 def test_trials_that_were_disturbed_say_nothing_of_copies(
     ceilings: dict[str, float], gain: float | None, estimate: bool
 ) -> None:
@@ -173,10 +242,16 @@ def test_trials_that_were_disturbed_say_nothing_of_copies(
 MOVES = {"model": {"transfer_hooks": ["transfer_batch_to_device"]}}
 
 
-@pytest.mark.parametrize(("ms", "evidence", "named"), [
-    (40.0, MOVES, True), (10.1, MOVES, True), (9.9, MOVES, False), (40.0, {}, False),
-    (40.0, {"model": {"transfer_hooks": ["on_after_batch_transfer"]}}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ms", "evidence", "named"),
+    [
+        (40.0, MOVES, True),
+        (10.1, MOVES, True),
+        (9.9, MOVES, False),
+        (40.0, {}, False),
+        (40.0, {"model": {"transfer_hooks": ["on_after_batch_transfer"]}}, False),
+    ],
+)
 def test_on_the_cpu_only_a_hook_of_the_users_moves_anything(ms: float, evidence: Any, named: bool) -> None:
     """Seen: 7 of 30 short fits waited for copies that there were none of."""
     (finding,) = findings(scene(100.0, h2d=ms, device="cpu", evidence=evidence))

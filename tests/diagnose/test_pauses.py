@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 
-from fastloop.diagnose import findings
-from fastloop.diagnose.pauses import pauses_ms
-from fastloop.measurement import Measurement
-from tests.diagnose.scenes import on_cpu, ranks
+from fastloop.diagnose.attribution import attribute
+from fastloop.records.measurement import Measurement
+from tests.diagnose.scenes import findings, on_cpu, ranks
 
 
 def paused(ms: float, seen: Measurement, steps: int = 1, median: float | None = None) -> Measurement:
     """The same measurement, of which single long steps make so much of the mean one."""
-    return dataclasses.replace(seen, evidence={**seen.evidence, "pauses": {"ms_per_step": ms, "steps": steps}},
-                               step_ms={**seen.step_ms, "median": median})  # fmt: skip
+    return dataclasses.replace(
+        seen,
+        evidence={**seen.evidence, "pauses": {"ms_per_step": ms, "steps": steps}},
+        step_ms={**seen.step_ms, "median": median},
+    )
+
+
+def pauses_ms(seen: Measurement) -> float:
+    step = attribute(seen)
+    assert step is not None
+    return step.pauses_ms
 
 
 def names(seen: Measurement) -> list[str]:
@@ -31,8 +39,10 @@ def test_what_may_be_mostly_pause_is_not_named_and_has_no_rung(part: str) -> Non
     (finding,) = findings(paused(15.0, seen, median=25.0))
     assert finding.bottleneck == "none" and finding.title == "SINGLE PAUSES" and finding.patch is None
     assert finding.share_pct is None and finding.ceiling_gain_pct is None
-    assert finding.why.startswith("1 of 200 steps took so long that this makes 15.0 of 40.0 ms a step, where the median"
-                                  f" step takes 25.00 ms: that may be most of {named},")  # fmt: skip
+    assert finding.why.startswith(
+        "1 of 200 steps took so long that this makes 15.0 of 40.0 ms a step, where the median"
+        f" step takes 25.00 ms: that may be most of {named},"
+    )
 
 
 @pytest.mark.parametrize("pause", [0.0, 1.9, 7.9])
@@ -43,8 +53,9 @@ def test_what_is_a_cost_of_each_step_beside_pauses_is_named(pause: float) -> Non
     assert any("took so long" in line for line in finding.detail) is (pause == 7.9), "5 % of the step is worth telling"
 
 
-@pytest.mark.parametrize(("pause", "title"), [(1.9, "NOTHING TO GAIN"), (2.1, "SINGLE PAUSES"),
-                                              (36.9, "SINGLE PAUSES")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pause", "title"), [(1.9, "NOTHING TO GAIN"), (2.1, "SINGLE PAUSES"), (36.9, "SINGLE PAUSES")]
+)
 def test_a_window_that_is_one_pause_is_not_called_nothing_to_gain(pause: float, title: str) -> None:
     """Seen: a busy pause of 3 s made the mean step 13 times the median one, and no part of it was worth naming."""
     (finding,) = findings(paused(pause, on_cpu()))
@@ -57,7 +68,7 @@ def test_a_window_that_is_one_pause_is_not_called_nothing_to_gain(pause: float, 
 def test_many_long_steps_make_a_mean_that_is_no_steps_own(median: float, title: str) -> None:
     (finding,) = findings(dataclasses.replace(on_cpu(), step_ms={"mean": 40.0, "median": median}))
     assert finding.title == title
-    assert ("the mean step is 2.1 times the median one of 19.50 ms" in finding.why) is (median == 19.5)
+    assert ("the mean step is 2.1 times the median of 19.50 ms" in finding.why) is (median == 19.5)
     rare = on_cpu(validation=1.9)
     (finding,) = findings(dataclasses.replace(rare, step_ms={"mean": 40.0, "median": 19.5}))
     assert finding.title == "NOTHING TO GAIN", "validations are long, and known to come now and then"
@@ -96,8 +107,9 @@ def test_a_pass_of_the_garbage_collector_is_named_as_that() -> None:
 
 
 SLOW = ranks({"forward": 20.0, "backward": 70.0}, {"forward": 50.0, "backward": 40.0})
-EVEN = Measurement(steps=60, step_ms={"mean": 100.0}, world_size=2, ranks=SLOW,
-                   parts_ms={"forward": 20.0, "backward": 70.0})  # fmt: skip
+EVEN = Measurement(
+    steps=60, step_ms={"mean": 100.0}, world_size=2, ranks=SLOW, parts_ms={"forward": 20.0, "backward": 70.0}
+)
 
 
 def test_one_pause_makes_no_slow_rank_and_an_evenly_slow_one_is_named() -> None:

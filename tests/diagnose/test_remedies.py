@@ -7,23 +7,25 @@ from typing import Any
 
 import pytest
 
-from fastloop.config import from_callback
-from fastloop.diagnose.remedies import APPLIES, DOES, TELLING, available, choose, settings, took
-from fastloop.ladder import Ladder
-from fastloop.measurement import Measurement
+from fastloop.config.loading import from_callback
+from fastloop.diagnose.remedies import Rungs
+from fastloop.ladder import cards
+from fastloop.records.card import Card
+from fastloop.records.measurement import Measurement
 from tests.diagnose.scenes import cifar10_launches, gpt2_naive, on_cpu, resnet50_naive, with_trace
 
-RUNGS = [field.name for field in dataclasses.fields(Ladder)]
+CARDS = cards()
+RUNGS = list(CARDS)
 SPLIT = {"micro_batch": 8, "global_batch": 64}
 
 
-def test_every_rung_of_the_ladder_is_known_here() -> None:
-    assert list(APPLIES) == list(TELLING) == RUNGS and set(DOES) == set(RUNGS) - {"workers"}
+def available(seen: Measurement, enabled: tuple[str, ...], rung: str) -> bool:
+    return Rungs(cards=CARDS, enabled=enabled).is_available(seen, rung)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_patch_is_one_the_configuration_takes(rung: str) -> None:
-    patch = {"rungs": {rung: settings(gpt2_naive(), rung)}}
+    patch = {"rungs": {rung: CARDS[rung].patch(gpt2_naive())}}
     config, _ = from_callback(patch)
     assert config.ladder.enabled() == (rung,)
 
@@ -35,25 +37,43 @@ def test_what_is_on_is_not_available(rung: str) -> None:
     assert not available(seen, (rung,), rung)
 
 
-@pytest.mark.parametrize(("rung", "seen"), [
-    ("workers", resnet50_naive(loader={"num_workers": 2, "map_style": True})),
-    ("workers", resnet50_naive(loader={"num_workers": 0, "map_style": False})), ("pin", on_cpu()),
-    ("pin", resnet50_naive(loader={"num_workers": None})), ("pin", resnet50_naive(loader={"pin_memory": True})),
-    ("prefetch", on_cpu()), ("batch", cifar10_launches()), ("amp", cifar10_launches()), ("amp", on_cpu()),
-    ("amp", gpt2_naive(precision="64-true", peaks={})), ("amp", gpt2_naive(precision=None, peaks={})),
-    ("layout", gpt2_naive()), ("layout", resnet50_naive(evidence={"model": {"channels_last": True}})),
-    ("fused", resnet50_naive(evidence={"model": {"fused": True}})), ("fused", on_cpu()), ("compile", on_cpu()),
-    ("compile", resnet50_naive(evidence={"model": {"compiled": True}})), ("overlap", gpt2_naive()),
-    ("compile", with_trace(gpt2_naive(), 9.0, {}, {}, top=[{"name": "triton_red_fused_1"}])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rung", "seen"),
+    [
+        ("workers", resnet50_naive(loader={"num_workers": 2, "map_style": True})),
+        ("workers", resnet50_naive(loader={"num_workers": 0, "map_style": False})),
+        ("pin", on_cpu()),
+        ("pin", resnet50_naive(loader={"num_workers": None})),
+        ("pin", resnet50_naive(loader={"pin_memory": True})),
+        ("prefetch", on_cpu()),
+        ("batch", cifar10_launches()),
+        ("amp", cifar10_launches()),
+        ("amp", on_cpu()),
+        ("amp", gpt2_naive(precision="64-true", peaks={})),
+        ("amp", gpt2_naive(precision=None, peaks={})),
+        ("layout", gpt2_naive()),
+        ("layout", resnet50_naive(evidence={"model": {"channels_last": True}})),
+        ("fused", resnet50_naive(evidence={"model": {"fused": True}})),
+        ("fused", on_cpu()),
+        ("compile", on_cpu()),
+        ("compile", resnet50_naive(evidence={"model": {"compiled": True}})),
+        ("overlap", gpt2_naive()),
+        ("compile", with_trace(gpt2_naive(), 9.0, {}, {}, top=[{"name": "triton_red_fused_1"}])),
+    ],
+)
 def test_what_cannot_apply_is_not_available(rung: str, seen: Measurement) -> None:
     assert not available(seen, (), rung)
 
 
-@pytest.mark.parametrize("seen", [
-    resnet50_naive(), with_trace(resnet50_naive(flops={}), 9.0, {}, {"convolution": 5.0}),
-    resnet50_naive(flops={}, evidence={"model": {"convs": 53}}),
-], ids=["counted", "traced", "looked at"])  # fmt: skip
+@pytest.mark.parametrize(
+    "seen",
+    [
+        resnet50_naive(),
+        with_trace(resnet50_naive(flops={}), 9.0, {}, {"convolution": 5.0}),
+        resnet50_naive(flops={}, evidence={"model": {"convs": 53}}),
+    ],
+    ids=["counted", "traced", "looked at"],
+)
 def test_convolutions_are_known_from_work_trace_or_model(seen: Measurement) -> None:
     assert available(seen, (), "layout")
     assert not available(resnet50_naive(flops={}), (), "layout"), "not known to have any"
@@ -62,27 +82,62 @@ def test_convolutions_are_known_from_work_trace_or_model(seen: Measurement) -> N
 @pytest.mark.parametrize(("micro", "whole", "world", "proposed"), [(8, 64, 1, 64), (8, 64, 2, 32), (4, 256, 1, 32)])
 def test_a_micro_batch_grows_up_to_the_step_and_eightfold(micro: int, whole: int, world: int, proposed: int) -> None:
     seen = gpt2_naive(micro_batch=micro, global_batch=whole, world_size=world)
-    assert settings(seen, "batch") == {"enabled": True, "micro_batch": proposed}
+    assert CARDS["batch"].patch(seen) == {"enabled": True, "micro_batch": proposed}
 
 
-@pytest.mark.parametrize(("rung", "evidence", "expected"), [
-    ("workers", {"loader": {"num_workers": 0}}, False), ("workers", {"loader": {"num_workers": 4}}, True),
-    ("pin", {"pin": {"pinned_tensors": 0}}, False), ("prefetch", {"prefetch": {"ahead_batches": 9}}, True),
-    ("batch", {"batch": {"changed_steps": 0}}, False), ("amp", {"amp": {"dtype": "torch.float32"}}, False),
-    ("amp", {"amp": {"dtype": "torch.bfloat16"}}, True), ("amp", {"amp": {"matmul_precision": "high"}}, True),
-    ("amp", {"amp": {"matmul_precision": "highest"}}, False), ("amp", {"amp": {"dtype": None}}, None),
-    ("layout", {"layout": {"channels_last_convs": 0}}, False), ("fused", {"fused": {"fused_groups": 2}}, True),
-    ("compile", {"compile": {"graphs": 0}}, False), ("compile", {}, None),
-    ("overlap", {"overlap": {"gradient_as_bucket_view": False, "bucket_cap_mb": 25}}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rung", "evidence", "expected"),
+    [
+        ("workers", {"loader": {"num_workers": 0}}, False),
+        ("workers", {"loader": {"num_workers": 4}}, True),
+        ("pin", {"pin": {"pinned_tensors": 0}}, False),
+        ("prefetch", {"prefetch": {"ahead_batches": 9}}, True),
+        ("batch", {"batch": {"changed_steps": 0}}, False),
+        ("amp", {"amp": {"dtype": "torch.float32"}}, False),
+        ("amp", {"amp": {"dtype": "torch.bfloat16"}}, True),
+        ("amp", {"amp": {"matmul_precision": "high"}}, True),
+        ("amp", {"amp": {"matmul_precision": "highest"}}, False),
+        ("amp", {"amp": {"dtype": None}}, None),
+        ("layout", {"layout": {"channels_last_convs": 0}}, False),
+        ("fused", {"fused": {"fused_groups": 2}}, True),
+        ("compile", {"compile": {"graphs": 0}}, False),
+        ("compile", {}, None),
+        ("overlap", {"overlap": {"gradient_as_bucket_view": False, "bucket_cap_mb": 25}}, False),
+    ],
+)
 def test_whether_a_rung_took(rung: str, evidence: dict[str, Any], expected: bool | None) -> None:
-    assert took(Measurement(evidence=evidence), rung) is expected
+    assert Rungs(cards=CARDS).took_effect(Measurement(evidence=evidence), rung) is expected
 
 
 def test_the_first_that_is_free_or_all_of_them() -> None:
-    seen = resnet50_naive()
-    assert choose(seen, (), ("pin", "prefetch"), "-").patch == {"rungs": {"pin": {"enabled": True}}}
-    both = choose(seen, (), ("pin", "prefetch"), "-", together=True)
+    seen, rungs = resnet50_naive(), Rungs(cards=CARDS)
+    assert rungs.choose(seen, "h2d", "-").patch == {"rungs": {"pin": {"enabled": True}}}
+    both = rungs.choose(seen, "h2d", "-", together=True)
     assert both.patch is not None and list(both.patch["rungs"]) == ["pin", "prefetch"]
-    none = choose(on_cpu(), (), ("pin", "prefetch"), "do this")
+    none = rungs.choose(on_cpu(), "h2d", "do this")
     assert none == (None, "no rung helps: do this")
+    on = Rungs(cards=CARDS, enabled=("pin", "prefetch"))
+    took = {"pin": {"pinned_tensors": 2}, "prefetch": {"ahead_batches": 3}}
+    assert on.choose(resnet50_naive(evidence=took), "h2d", "do this").says == "no further rung helps: do this"
+    assert on.choose(seen, "h2d", "do this").says.startswith("no rung helps: pin is on, but nothing shows")
+
+
+def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others() -> None:
+    """Diagnosis names no rung: what it does not know it takes from the cards."""
+    new = Card(
+        family="feed",
+        does="it does",
+        answers={"data_wait": 1},
+        follows={"launch_bound": 1},
+        applies=lambda seen: seen.steps < 300,
+        advice={"data_wait": lambda _seen, on: "turn it up" if on else None},
+        evidence={"turns": "none"},
+    )
+    seen, only = resnet50_naive(), {"new": new}
+    assert Rungs(cards=only).choose(seen, "data_wait", "-") == ({"rungs": {"new": {"enabled": True}}}, "it does")
+    assert Rungs(cards=only).choose(dataclasses.replace(seen, steps=300), "data_wait", "-").says == "no rung helps: -"
+    on = Rungs(cards=only, enabled=("new",))
+    turned = resnet50_naive(evidence={"new": {"turns": "some"}})
+    assert on.choose(turned, "data_wait", "-").says == "no further rung helps: turn it up"
+    assert on.took_effect(resnet50_naive(evidence={"new": {"turns": "none"}}), "new") is False
+    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fastloop.feeds.bounded import Bounded, bounded
+from fastloop.feeds.lazy_loader import Bounded, bound_batches
 
 
 def sampler(drop_last: bool = False, samples: int = 32) -> BatchSampler:
@@ -37,9 +37,10 @@ def test_a_short_last_batch_is_still_there() -> None:
 
 def test_only_where_there_is_a_generator_and_no_state() -> None:
     generator = torch.Generator().manual_seed(0)
-    found = bounded(DataLoader(range(32), batch_size=8, shuffle=True, generator=generator))  # type: ignore[arg-type]
+    found = bound_batches(DataLoader(range(32), batch_size=8, shuffle=True, generator=generator))  # type: ignore[arg-type]
     assert isinstance(found, Bounded) and found.sampler.num_samples == 32, "Lightning looks at the sampler behind it"
     stateful = StatefulDataLoader(range(32), batch_size=8, shuffle=True, generator=generator)  # type: ignore[arg-type]
-    assert bounded(stateful) is None and bounded(None) is None
-    assert bounded(DataLoader(range(4), shuffle=True)) is None  # type: ignore[arg-type]
-    assert bounded(DataLoader(range(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, False))) is None  # type: ignore[arg-type]
+    assert bound_batches(stateful) is None and bound_batches(None) is None
+    assert bound_batches(DataLoader(range(4), shuffle=True)) is None  # type: ignore[arg-type]
+    plain = BatchSampler(SequentialSampler(range(4)), 2, False)
+    assert bound_batches(DataLoader(range(4), batch_sampler=plain)) is None  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.feeds.standin import PassesOn, StandIn
+from fastloop.feeds.lazy_loader import PassesOn, StandIn
 
 
 class Around(StandIn):

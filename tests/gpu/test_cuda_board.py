@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastloop.evidence.board import Board, BoardSeen
-from fastloop.evidence.gpm import Gpm
-from fastloop.evidence.nvml import Gpu, Unreadable, neighbours, uuid_of
-from fastloop.evidence.rates import cached, measure
-from fastloop.peaks import peak
+from fastloop.evidence.gpu.datasheets import find_peak
+from fastloop.evidence.gpu.gpm import Gpm
+from fastloop.evidence.gpu.measured_rates import measure, read_cached
+from fastloop.evidence.gpu.nvml import Gpu, Unreadable, find_uuid
+from fastloop.evidence.gpu.sampler import Board, BoardSeen
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CU
 def gpu() -> Gpu:
     """The GPU under test; skips where NVML does not read it whole."""
     try:
-        found = Gpu.open(uuid_of(torch.device("cuda", 0)))
+        found = Gpu.open(find_uuid(torch.device("cuda", 0)))
     except Unreadable as reason:
         pytest.skip(str(reason))
     if found.mig:
@@ -43,7 +44,7 @@ def products(seconds: float) -> int:
 
 
 def watch(gpu: Gpu, work: object, seconds: float) -> BoardSeen:
-    board = Board(uuid_of(torch.device("cuda", 0)))
+    board = Board(find_uuid(torch.device("cuda", 0)))
     board.start()
     work(seconds)  # type: ignore[operator]
     found = board.stop()
@@ -138,7 +139,8 @@ def test_watching_takes_no_device_memory_and_no_context(gpu: Gpu) -> None:
 def test_this_process_is_not_its_own_neighbour(gpu: Gpu) -> None:
     gpu.close()
     torch.zeros(1, device="cuda")
-    found = neighbours(uuid_of(torch.device("cuda", 0)))
+    with closing(Gpu.open(find_uuid(torch.device("cuda", 0)))) as again:
+        found = again.neighbours()
     print(found)
     assert found.processes in (0, None), "run this on a GPU of your own"
     free, total = torch.cuda.mem_get_info()
@@ -170,10 +172,10 @@ def test_rates_are_near_the_datasheet_quick_and_kept(tmp_path: Path, monkeypatch
     assert took < 4 and torch.cuda.max_memory_allocated() < 1.5 * 2**30
     assert torch.equal(torch.cuda.get_rng_state(device), random), "the device's random stream moved"
     name = torch.cuda.get_device_name(device)
-    assert cached(uuid_of(device), name) == found
+    assert read_cached(find_uuid(device), name) == found
     again = measure(device)
     assert again.copy_tb_per_s == pytest.approx(found.copy_tb_per_s, rel=0.1)
-    chip = peak(name)
+    chip = find_peak(name)
     if chip is not None and chip.bf16 is not None:
         assert found.gemm_tflop_per_s is not None and found.copy_tb_per_s is not None
         assert 0.4 < found.gemm_tflop_per_s / chip.bf16 <= 1.05

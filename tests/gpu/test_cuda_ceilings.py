@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from fastloop.commands.headspace import headspace
-from fastloop.commands.trial import Job, run_trial
-from tests.bridge.test_ceilings import Net, fit, loaded
+from fastloop.experiments.trials.trial import Job, run_trial
+from tests.bridge.trials.test_ceilings import Net, fit, loaded
+from tests.trainings import SLOW
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(400)]
 GPU: dict[str, Any] = {"accelerator": "gpu", "max_steps": 40, "max_epochs": -1}
-SLOW = Path(__file__).parents[1] / "commands" / "slow_recipe" / "slow.yaml"
 
 
 class Arrives(Net):
@@ -59,15 +60,22 @@ def test_resident_batches_are_there_already(rungs: Any) -> None:
 
 def test_rates_and_work_are_answered(tmp_path: Path) -> None:
     job = Job(conf=str(SLOW), overrides=("run.accelerator=gpu",))
-    rates = run_trial("rates", job.but(variation="rates"), tmp_path / "rates")
+    rates = run_trial("rates", replace(job, variation="rates"), tmp_path / "rates")
     assert rates.ok and rates.answer is not None, rates.tail
-    assert 50 < rates.answer["gemm_tflop_per_s"] < 5000 and 0.2 < rates.answer["copy_tb_per_s"] < 20
+    assert 50 < rates.answer.gemm_tflop_per_s < 5000 and 0.2 < rates.answer.copy_tb_per_s < 20
     work = run_trial("flops", job.counted(), tmp_path / "flops")
-    assert work.ok and work.answer is not None and work.answer["per_sample"] == 608, work.tail
+    assert work.ok and work.answer is not None and work.answer.per_sample == 608, work.tail
 
 
 def test_a_slow_loader_has_headroom(tmp_path: Path) -> None:
-    answer = headspace(str(SLOW), more=(), overrides=("run.accelerator=gpu", "recipe.load_ms=20"),
-                       out=str(tmp_path / "a"), force=False, limit_s=200, progress=lambda line: None)  # fmt: skip
+    answer = headspace(
+        str(SLOW),
+        more=(),
+        overrides=("run.accelerator=gpu", "recipe.load_ms=20"),
+        out=str(tmp_path / "a"),
+        force=False,
+        limit_s=200,
+        progress=lambda line: None,
+    )
     assert answer.json is not None
     assert all(answer.json["ceilings"][name]["ratio"] > 3 for name in ("replayed", "resident")), answer.text

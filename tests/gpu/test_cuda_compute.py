@@ -58,12 +58,26 @@ def test_checkpoints_go_both_ways_with_fused_kernels(tmp_path: Path, runs: str, 
 
     def resumed(folder: Path, first: Any, then: Any) -> dict[str, torch.Tensor]:
         keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, save_last=True, every_n_train_steps=1)
-        fit(rungs[first], seeded(layout.Pictures, fused=users), layout.pictures(), callbacks=(keeper,),
-            enable_checkpointing=True, **GPU)  # fmt: skip
+        fit(
+            rungs[first],
+            seeded(layout.Pictures, fused=users),
+            layout.pictures(),
+            callbacks=(keeper,),
+            enable_checkpointing=True,
+            **GPU,
+        )
         module = seeded(layout.Pictures, fused=users)
         keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=folder)
-        watcher, _ = fit(rungs[then], module, layout.pictures(), ckpt=folder / "last.ckpt", max_epochs=3,
-                         callbacks=(keeper,), enable_checkpointing=True, **GPU)  # fmt: skip
+        watcher, _ = fit(
+            rungs[then],
+            module,
+            layout.pictures(),
+            ckpt=folder / "last.ckpt",
+            max_epochs=3,
+            callbacks=(keeper,),
+            enable_checkpointing=True,
+            **GPU,
+        )
         assert then is None or all(verdict.took for verdict in watcher.verdicts)  # type: ignore[union-attr]
         return layout.weights_of(module)
 

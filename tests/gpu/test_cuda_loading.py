@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from fastloop.bridge import loading, recipe_modules
-from fastloop.bridge.loading import measure
-from fastloop.commands.trial import Job
+from fastloop.bridge.fit import recipe_modules
+from fastloop.bridge.trials import loader_alone
+from fastloop.bridge.trials.loader_alone import measure
+from fastloop.experiments.trials.trial import Job
+from tests.trainings import SLOW
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-SLOW = Path(__file__).parents[1] / "commands" / "slow_recipe" / "slow.yaml"
 
 
 @pytest.mark.parametrize("rungs", [("prefetch", "pin", "workers"), ("pin", "workers"), ("prefetch",)], ids="+".join)
 def test_a_known_loader(rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recipe_modules.FOLDER, "")
-    monkeypatch.setattr(loading, "LEAST_S", 1.2)
+    monkeypatch.setattr(loader_alone, "LEAST_S", 1.2)
     known = ("recipe.load_ms=80", "run.accelerator=gpu", "rungs.workers.count=2")
     config = Job(conf=str(SLOW), overrides=(*known, *(f"rungs.{rung}.enabled=true" for rung in rungs))).config()
     found = measure(config, None)
@@ -30,7 +28,7 @@ def test_a_known_loader(rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
 
 def test_several_numbers_of_workers_beside_a_device_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recipe_modules.FOLDER, "")
-    monkeypatch.setattr(loading, "LEAST_S", 1.2)
+    monkeypatch.setattr(loader_alone, "LEAST_S", 1.2)
     known = ("recipe.load_ms=80", "run.accelerator=gpu", "rungs.prefetch.enabled=true", "rungs.pin.enabled=true")
     found = measure(Job(conf=str(SLOW), overrides=known).config(), None, (1, 2, 4), 50.0)
     assert [each["count"] for each in found["counts"]] == [1, 2] and found["inactive"] == {}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop import parity
+from fastloop.judge import parity
+from fastloop.records.store import decode
+from fastloop.records.trial import GradientAnswer
 from tests import twins
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
@@ -29,12 +31,15 @@ class Convolves(twins.Twin):
         return super().training_step((torch.relu(x), batch[1]), batch_idx)
 
 
-@pytest.mark.parametrize("rungs", [{"prefetch": {"depth": 3}, "pin": {}}, {"prefetch": {}, "workers": {"count": 2}}],
-                         ids=["prefetch", "with workers"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rungs",
+    [{"prefetch": {"depth": 3}, "pin": {}}, {"prefetch": {}, "workers": {"count": 2}}],
+    ids=["prefetch", "with workers"],
+)
 def test_the_same_samples_through_a_device_feed(rungs: Any, tmp_path: Path) -> None:
     base, _ = twins.ledger(tmp_path / "base", max_epochs=2, **ON_GPU)
     arm, _ = twins.ledger(tmp_path / "arm", rungs=rungs, max_epochs=2, **ON_GPU)
-    gate = parity.ledger_gate([(base, arm)])
+    gate = twins.judge_ledgers(base, arm)
     assert base["ids"] == arm["ids"] == "sampler" and gate.passed, gate
     assert [row[2] for row in arm["steps"]] == [4] * 6
 
@@ -44,12 +49,20 @@ def test_the_base_repeats_itself_in_deterministic_mode(tmp_path: Path, monkeypat
     base, _ = twins.gradient(tmp_path / "base", kind=Convolves, **ON_GPU)
     assert base["why"] is None and base["self_deviation"] == 0 and base["precision"] == "tf32", base
     exact, _ = twins.gradient(tmp_path / "exact", tmp_path / "base", Convolves, rungs={"prefetch": {}}, **ON_GPU)
-    assert parity.gradient_gate(base, exact, "exact").passed, exact
+    assert parity.gradient_gate(decode(base, GradientAnswer), decode(exact, GradientAnswer), "exact").passed, exact
 
 
-@pytest.mark.parametrize("rungs", [{"amp": {"mode": "bf16-mixed"}}, {"amp": {"mode": "16-mixed"}},
-                                   {"amp": {"mode": "tf32"}}, {"fused": {}}, {"compile": {}}],
-                         ids=["bf16", "fp16", "tf32", "fused", "compile"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rungs",
+    [
+        {"amp": {"mode": "bf16-mixed"}},
+        {"amp": {"mode": "16-mixed"}},
+        {"amp": {"mode": "tf32"}},
+        {"fused": {}},
+        {"compile": {}},
+    ],
+    ids=["bf16", "fp16", "tf32", "fused", "compile"],
+)
 def test_rungs_that_round_otherwise_pass_and_a_quarter_does_not(rungs: Any, tmp_path: Path) -> None:
     class Quarter(Convolves):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -58,7 +71,7 @@ def test_rungs_that_round_otherwise_pass_and_a_quarter_does_not(rungs: Any, tmp_
 
     base, _ = twins.gradient(tmp_path / "base", kind=Convolves, **ON_GPU)
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", Convolves, rungs=rungs, **ON_GPU)
-    gate = parity.gradient_gate(base, arm)
+    gate = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer))
     assert gate.passed, gate
     wrong, _ = twins.gradient(tmp_path / "wrong", tmp_path / "base", Quarter, rungs=rungs, **ON_GPU)
-    assert parity.gradient_gate(base, wrong).passed is False
+    assert parity.gradient_gate(decode(base, GradientAnswer), decode(wrong, GradientAnswer)).passed is False

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop.evidence import synckinds
-from fastloop.evidence.logsites import LogSites
-from fastloop.evidence.syncmarks import SyncMarks
-from fastloop.evidence.syncs import SyncHunt, blame
+from fastloop.evidence.sync import table
+from fastloop.evidence.sync.cuda_warnings import SyncMarks
+from fastloop.evidence.sync.hunt import LogSites, SyncHunt
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
 DEVICE = torch.device("cuda", 0)
@@ -125,14 +124,21 @@ def test_both_hunters_agree_on_every_kind(what: str) -> None:
     assert lines(marked(lambda: run(x, one, mask))) == {run.__code__.co_firstlineno}
 
 
-@pytest.mark.parametrize("run", [
-    lambda x: (x.shape, x.device, x[0], x[:2], x.sum() / 2), lambda x: torch.where(x > 1, x, 0.0),
-    lambda x: x.masked_fill_(x > 1, 0.0), lambda x: x.__setitem__(x > 1, 0.0),
-    lambda x: torch.zeros(3, device=x.device),
-    lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True), lambda x: (torch.ones(3).cpu(), 2.0),
-    lambda x: torch.ones(()).item(), lambda x: nn.utils.clip_grad_norm_([nn.Parameter(x)], 1.0),
-], ids=["metadata", "where", "masked_fill", "scalar_set", "factory", "pinned", "host_copy", "host_item",
-        "clipping"])  # fmt: skip
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: (x.shape, x.device, x[0], x[:2], x.sum() / 2),
+        lambda x: torch.where(x > 1, x, 0.0),
+        lambda x: x.masked_fill_(x > 1, 0.0),
+        lambda x: x.__setitem__(x > 1, 0.0),
+        lambda x: torch.zeros(3, device=x.device),
+        lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True),
+        lambda x: (torch.ones(3).cpu(), 2.0),
+        lambda x: torch.ones(()).item(),
+        lambda x: nn.utils.clip_grad_norm_([nn.Parameter(x)], 1.0),
+    ],
+    ids=["metadata", "where", "masked_fill", "scalar_set", "factory", "pinned", "host_copy", "host_item", "clipping"],
+)
 def test_what_does_not_wait_is_named_by_neither(run: Callable[[torch.Tensor], Any]) -> None:
     x = x_of([1.0, 2.0, 3.0])
     run(x)
@@ -182,14 +188,19 @@ def test_explicit_waits_are_timed_and_everything_is_put_back() -> None:
     assert warnings.showwarning is shown and warnings.filters == filters and torch.cuda.get_sync_debug_mode() == 0
 
 
-@pytest.mark.parametrize(("name", "run"), [
-    ("combinations", lambda x: torch.combinations(x)), ("arange", lambda x: torch.arange(x[1], device=DEVICE)),
-], ids=["combinations", "arange"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("combinations", lambda x: torch.combinations(x)),
+        ("arange", lambda x: torch.arange(x[1], device=DEVICE)),
+    ],
+    ids=["combinations", "arange"],
+)
 def test_what_has_no_name_is_found_by_the_debug_mode(name: str, run: Callable[[torch.Tensor], Any]) -> None:
     """Their results' sizes depend on values on the device, so that they have to wait; and they are in no table."""
     x = x_of([1.0, 2.0, 3.0])
     run(x)
-    assert not synckinds.known(name)
+    assert not table.is_known(name)
     (row,) = hunted(lambda: run(x))
     assert row["what"] == f"torch.{name}" and row["ms_per_step"] >= 0 and row["per_step"] == 1
     line = run.__code__.co_firstlineno
@@ -234,7 +245,7 @@ def test_a_log_line_is_blamed_for_what_lightning_reads() -> None:
             if batch_idx == 6:
                 self.hunt.__exit__()
                 self.sites.__exit__()
-                self.rows = blame(self.hunt, self.sites, steps=4)
+                self.rows = self.hunt.rows(4, self.sites)
 
     hunts = Hunts()
     quiet_trainer(accelerator="gpu", callbacks=[hunts]).fit(Logs(), loader(64, batch_size=8))

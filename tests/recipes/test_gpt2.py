@@ -76,7 +76,7 @@ def test_a_text_too_short_is_refused(gpt2, tmp_path):
     text = tmp_path / "note.txt"
     text.write_text("short")
     _, data = gpt2.build(gpt2.Settings(data=str(text)))
-    with pytest.raises(ConfigError, match="has 5 bytes, and windows of 1024 tokens need 20480"):
+    with pytest.raises(ConfigError, match="has 5 bytes, but windows of 1024 tokens need 20480"):
         data.prepare_data()
 
 

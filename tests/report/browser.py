@@ -19,12 +19,21 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 LIMIT_S = 60.0
 _DARK, _LIGHT = 0, 1  # Blink's PreferredColorScheme
 _MEASURE = """<script>
+const inside = (box, frame) => {
+  if (!frame) return box;
+  const edge = frame.getBoundingClientRect();
+  return {left: Math.max(box.left, edge.left), right: Math.min(box.right, edge.right),
+    top: Math.max(box.top, edge.top), bottom: Math.min(box.bottom, edge.bottom)};
+};
 addEventListener("load", () => parent.postMessage({
   width: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight, view: innerWidth,
   dark: matchMedia("(prefers-color-scheme: dark)").matches, boxes: document.querySelectorAll("svg").length,
-  overlaps: [...document.querySelectorAll("svg")].flatMap(svg => {
-    const texts = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()])
-      .filter(([, box]) => box.width > 0);
+  overlaps: [...document.querySelectorAll("svg, figure.bars")].flatMap(picture => {
+    const labels = "text, .name, .value, .detail, .note, .ruler span, .legend span, .legend b, .legend small, " +
+      ".solid b, .solid span span";
+    const texts = [...picture.querySelectorAll(labels)].filter(text => text.textContent)
+      .map(text => [text.textContent, inside(text.getBoundingClientRect(), text.closest(".solid"))])
+      .filter(([, box]) => box.right - box.left > 1 && box.bottom - box.top > 1);
     return texts.flatMap(([one, a], index) => texts.slice(index + 1).filter(([, b]) =>
       Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
       Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3).map(([two]) => one + " / " + two));
@@ -64,8 +73,16 @@ class Browser:
         assert "</body>" in page
         html = self._run(page.replace("</body>", f"{_MEASURE}</body>"), widths, 800, dark, "--dump-dom")
         told = [dict(re.findall(r'data-(\w+)="([^"]*)"', data)) for data in re.findall(r"<data [^>]*>", html)]
-        seen = {int(found["view"]): Seen(int(found["width"]), int(found["view"]), int(found["height"]),
-                                         found["dark"] == "true", found["overlaps"]) for found in told}  # fmt: skip
+        seen = {
+            int(found["view"]): Seen(
+                int(found["width"]),
+                int(found["view"]),
+                int(found["height"]),
+                found["dark"] == "true",
+                found["overlaps"],
+            )
+            for found in told
+        }
         return [seen[width] for width in widths]
 
     def picture(self, page: str, width: int, height: int, *, dark: bool) -> Path:
@@ -80,18 +97,33 @@ class Browser:
         frame = self._folder / "frame.html"
         frames = "".join(_INSIDE.format(width=width, height=height) for width in widths)
         frame.write_text(_FRAME.format(frames=frames), encoding="utf-8")
-        return run([self._program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                    "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
-                    f"--user-data-dir={self._folder / 'profile'}", f"--window-size={max(500, *widths)},{height}",
-                    f"--blink-settings=preferredColorScheme={_DARK if dark else _LIGHT}",
-                    "--virtual-time-budget=3000", *wanted, frame.as_uri()], self._folder)  # fmt: skip
+        return run(
+            [
+                self._program,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+                "--no-first-run",
+                "--disable-background-networking",
+                f"--user-data-dir={self._folder / 'profile'}",
+                f"--window-size={max(500, *widths)},{height}",
+                f"--blink-settings=preferredColorScheme={_DARK if dark else _LIGHT}",
+                "--virtual-time-budget=3000",
+                *wanted,
+                frame.as_uri(),
+            ],
+            self._folder,
+        )
 
 
 def run(command: Sequence[str], home: Path, limit_s: float = LIMIT_S) -> str:
     """Run a program in a process group of its own and leave none of it behind; what it wrote to its output."""
     environment = {**os.environ, "HOME": str(home), "XDG_RUNTIME_DIR": str(home)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-                               start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
+    )
     try:
         return process.communicate(timeout=limit_s)[0]
     finally:

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 
 from fastloop import FastLoop, Verdict
-from fastloop.measurement import Measurement
+from fastloop.records.measurement import Measurement
 from tests import models
 
 Rungs = Mapping[str, Mapping[str, Any]]
@@ -22,8 +22,16 @@ def loop(rungs: Rungs, **settings: Any) -> FastLoop:
     return FastLoop(config, quiet=True, **settings)
 
 
-def fit(rungs: Rungs | None, module: L.LightningModule, train: Any = None, *, val: Any = None, ckpt: Any = None,
-        callbacks: tuple[Any, ...] = (), **settings: Any) -> tuple[FastLoop | None, L.Trainer]:  # fmt: skip
+def fit(
+    rungs: Rungs | None,
+    module: L.LightningModule,
+    train: Any = None,
+    *,
+    val: Any = None,
+    ckpt: Any = None,
+    callbacks: tuple[Any, ...] = (),
+    **settings: Any,
+) -> tuple[FastLoop | None, L.Trainer]:
     """Fit `module` on the shared pairs; ``rungs=None`` is the plain run, without our callback."""
     watcher = None if rungs is None else loop(rungs)
     torch.manual_seed(1)

@@ -66,20 +66,32 @@ class Look(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         model = trainer.strategy.model
-        self.settings = {"bucket_cap_mb": model.bucket_bytes_cap / 2**20, "static_graph": model.static_graph,
-                         "gradient_as_bucket_view": model.gradient_as_bucket_view}  # fmt: skip
+        self.settings = {
+            "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+            "static_graph": model.static_graph,
+            "gradient_as_bucket_view": model.gradient_as_bucket_view,
+        }
         if self.loop is not None and self.loop._applier is not None:
             self.calls.append(self.loop._applier.evidence().get("overlap", {}).get("hook_calls", 0))
 
 
-def case(name: str, rungs: dict[str, Any] | None, *, module: Any = Wide, strategy: Any = "ddp", fits: int = 1,
-         callbacks: tuple[Any, ...] = (), **settings: Any) -> dict[str, Any]:  # fmt: skip
+def case(
+    name: str,
+    rungs: dict[str, Any] | None,
+    *,
+    module: Any = Wide,
+    strategy: Any = "ddp",
+    fits: int = 1,
+    callbacks: tuple[Any, ...] = (),
+    **settings: Any,
+) -> dict[str, Any]:
     """Fit once or more; what was seen, and the weights in a file."""
     on = {rung: {"enabled": True, **keys} for rung, keys in (rungs or {}).items()}
     loop = None if rungs is None else FastLoop({"rungs": on, "watch": {"warmup_steps": 1}}, quiet=True)
     look, made, error = Look(loop), module(), None
-    trainer = models.trainer(strategy=strategy, devices=2, callbacks=[*([loop] if loop else []), look, *callbacks],
-                             **settings)  # fmt: skip
+    trainer = models.trainer(
+        strategy=strategy, devices=2, callbacks=[*([loop] if loop else []), look, *callbacks], **settings
+    )
     before = type(trainer.strategy), dict(trainer.strategy._ddp_kwargs)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -91,13 +103,20 @@ def case(name: str, rungs: dict[str, Any] | None, *, module: Any = Wide, strateg
                 error = f"{type(raised).__name__}: {raised}"
     torch.save(made.state_dict(), f"{name}-{trainer.global_rank}.pt")
     calls = [after - earlier for earlier, after in zip(look.calls, look.calls[1:], strict=False)]
-    notes = {"settings": look.settings, "calls": calls, "error": error, "rank": trainer.global_rank,
-             "warnings": [str(line.message) for line in said if "fastloop" in str(line.message)],
-             "undone": before == (type(trainer.strategy), trainer.strategy._ddp_kwargs),
-             "steps": trainer.global_step}  # fmt: skip
+    notes = {
+        "settings": look.settings,
+        "calls": calls,
+        "error": error,
+        "rank": trainer.global_rank,
+        "warnings": [str(line.message) for line in said if "fastloop" in str(line.message)],
+        "undone": before == (type(trainer.strategy), trainer.strategy._ddp_kwargs),
+        "steps": trainer.global_step,
+    }
     if loop is not None and loop.measurement is not None:
-        notes |= {"verdicts": {verdict.rung: (verdict.took, verdict.why) for verdict in loop.verdicts},
-                  "evidence": loop.measurement.evidence.get("overlap", {})}  # fmt: skip
+        notes |= {
+            "verdicts": {verdict.rung: (verdict.took, verdict.why) for verdict in loop.verdicts},
+            "evidence": loop.measurement.evidence.get("overlap", {}),
+        }
     return notes
 
 
@@ -110,9 +129,11 @@ def cases() -> dict[str, Any]:
     view, one = {"overlap": {}}, {"overlap": {"bucket_cap_mb": 1}}
     small = functools.partial(Wide, width=60)
     run: dict[str, Any] = {
-        "plain": lambda n: case(n, None), "plain_accumulating": lambda n: case(n, None, accumulate_grad_batches=2),
+        "plain": lambda n: case(n, None),
+        "plain_accumulating": lambda n: case(n, None, accumulate_grad_batches=2),
         "other_rate": lambda n: case(n, None, module=functools.partial(Wide, lr=0.0501)),
-        "view": lambda n: case(n, view), "buckets": lambda n: case(n, one),
+        "view": lambda n: case(n, view),
+        "buckets": lambda n: case(n, one),
         "no_view": lambda n: case(n, {"overlap": {"gradient_as_bucket_view": False}}),
         "named": lambda n: case(n, one, strategy="fastloop_ddp"),
         "named_alone": lambda n: case(n, None, strategy="fastloop_ddp"),
@@ -121,19 +142,25 @@ def cases() -> dict[str, Any]:
         "static_named": lambda n: case(n, {"overlap": {"static_graph": True}}, strategy="fastloop_ddp"),
         "static_accumulating": lambda n: case(n, {"overlap": {"static_graph": True}}, accumulate_grad_batches=2),
         "static_split": lambda n: case(n, {"overlap": {"static_graph": True}, "batch": {"micro_batch": 4}}),
-        **{hook: lambda n, hook=hook: case(n, {"overlap": {"comm_hook": hook, "bucket_cap_mb": 1}})
-           for hook in ("fp16", "bf16")},
+        **{
+            hook: lambda n, hook=hook: case(n, {"overlap": {"comm_hook": hook, "bucket_cap_mb": 1}})
+            for hook in ("fp16", "bf16")
+        },
         "powersgd": lambda n: case(n, {"overlap": {"comm_hook": "powersgd"}}, module=small),
         "powersgd_wide": lambda n: case(n, {"overlap": {"comm_hook": "powersgd"}}),
         "plain_small": lambda n: case(n, None, module=small),
-        "hook_accumulating": lambda n: case(n, {"overlap": {"comm_hook": "fp16", "bucket_cap_mb": 1}},
-                                            accumulate_grad_batches=2),
-        "users_hook": lambda n: case(n, {"overlap": {"comm_hook": "fp16"}},
-                                     strategy=DDPStrategy(ddp_comm_hook=allreduce_hook)),
-        "twice": lambda n: case(n, one, fits=2), "detaching": lambda n: case(n, view, module=Detaching),
+        "hook_accumulating": lambda n: case(
+            n, {"overlap": {"comm_hook": "fp16", "bucket_cap_mb": 1}}, accumulate_grad_batches=2
+        ),
+        "users_hook": lambda n: case(
+            n, {"overlap": {"comm_hook": "fp16"}}, strategy=DDPStrategy(ddp_comm_hook=allreduce_hook)
+        ),
+        "twice": lambda n: case(n, one, fits=2),
+        "detaching": lambda n: case(n, view, module=Detaching),
         "detached_unseen": lambda n: case(n, view, callbacks=(Detaches(),)),
-        "unused": lambda n: case(n, view, module=Unused), "after_errors": lambda n: case(n, one),
-    }  # fmt: skip
+        "unused": lambda n: case(n, view, module=Unused),
+        "after_errors": lambda n: case(n, one),
+    }
     found = {name: each(name) for name, each in run.items() if name != "after_errors"}
     with mock.patch.object(DistributedDataParallel, "register_comm_hook", refused):
         found["refused_hook"] = case("refused_hook", {"overlap": {"comm_hook": "bf16"}})

@@ -10,10 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from fastloop.config import from_callback
+from fastloop.config.loading import from_callback
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Facts
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.amp import Amp
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
@@ -29,24 +29,34 @@ class Autocasting(models.Regression):
             return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("mode", "facts", "wants"), [
-    ("bf16-mixed", {}, {"precision.plugin": "bf16-mixed"}),
-    ("16-mixed", {}, {"precision.plugin": "16-mixed"}),
-    ("16-mixed", {"device": "cuda", "compute_capability": (7, 0)}, {"precision.plugin": "16-mixed"}),
-    ("bf16-mixed", {"own_precision": True, "precision": "16-mixed"},
-     STANDS.format("16-mixed")),
-    ("tf32", {"own_precision": True, "precision": "64-true"},
-     STANDS.format("64-true")),
-    ("bf16-mixed", {"autocasts": ("Net.training_step",)},
-     "Net.training_step enters autocast itself; precision has one owner"),
-    ("bf16-mixed", {"plain_gradients": False, "strategy": "FSDPStrategy"},
-     "FSDPStrategy brings a precision of its own; write Trainer(precision=…) instead"),
-    ("bf16-mixed", {"device": "mps"}, "mixed precision is not tested on mps"),
-    ("tf32", {}, "tf32 needs CUDA; this run is on cpu"),
-    ("tf32", {"device": "cuda", "compute_capability": (7, 5), "device_name": "T4"},
-     "T4 has no TF32 (compute capability 8.0 and later have)"),
-    ("tf32", {"device": "cuda", "compute_capability": (9, 0)}, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "facts", "wants"),
+    [
+        ("bf16-mixed", {}, {"precision.plugin": "bf16-mixed"}),
+        ("16-mixed", {}, {"precision.plugin": "16-mixed"}),
+        ("16-mixed", {"device": "cuda", "compute_capability": (7, 0)}, {"precision.plugin": "16-mixed"}),
+        ("bf16-mixed", {"own_precision": True, "precision": "16-mixed"}, STANDS.format("16-mixed")),
+        ("tf32", {"own_precision": True, "precision": "64-true"}, STANDS.format("64-true")),
+        (
+            "bf16-mixed",
+            {"autocasts": ("Net.training_step",)},
+            "Net.training_step enters autocast itself; precision has one owner",
+        ),
+        (
+            "bf16-mixed",
+            {"plain_gradients": False, "strategy": "FSDPStrategy"},
+            "FSDPStrategy has its own precision handling; write Trainer(precision=…) instead",
+        ),
+        ("bf16-mixed", {"device": "mps"}, "mixed precision is not tested on mps"),
+        ("tf32", {}, "tf32 needs CUDA; this run is on cpu"),
+        (
+            "tf32",
+            {"device": "cuda", "compute_capability": (7, 5), "device_name": "T4"},
+            "T4 has no TF32 (compute capability 8.0 and later have)",
+        ),
+        ("tf32", {"device": "cuda", "compute_capability": (9, 0)}, {}),
+    ],
+)
 def test_plan(mode: Any, facts: dict[str, Any], wants: dict[str, str] | str) -> None:
     rung = Amp(enabled=True, mode=mode)
     if isinstance(wants, str):
@@ -58,6 +68,7 @@ def test_plan(mode: Any, facts: dict[str, Any], wants: dict[str, str] | str) -> 
     assert dict(change.wants) == wants
     assert change.parity == "approximate" and change.evaluation
     assert [key for action in change.actions for key in action.keys] == ([] if wants else ["torch.matmul_precision"])
+    assert [action.when for action in change.actions] == ["model"]
     assert dict(change.facts) == ({"precision": mode} if wants else {})
 
 
@@ -67,12 +78,15 @@ def test_an_emulating_gpu_is_noted() -> None:
     assert Amp(enabled=True, mode="16-mixed").plan(old).notes == ()
 
 
-@pytest.mark.parametrize(("mode", "shown", "cure"), [
-    ("fp8", "'fp8'", "write one of bf16-mixed, 16-mixed, tf32"),
-    ("amp", "'amp'", "write one of bf16-mixed, 16-mixed, tf32"),
-    (True, "true", "write one of bf16-mixed, 16-mixed, tf32"),
-    ("bf16", "'bf16'", "write bf16-mixed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "shown", "cure"),
+    [
+        ("fp8", "'fp8'", "write one of bf16-mixed, 16-mixed, tf32"),
+        ("amp", "'amp'", "write one of bf16-mixed, 16-mixed, tf32"),
+        (True, "true", "write one of bf16-mixed, 16-mixed, tf32"),
+        ("bf16", "'bf16'", "write bf16-mixed"),
+    ],
+)
 def test_unknown_modes_are_config_errors(mode: Any, shown: str, cure: str) -> None:  # P2
     with pytest.raises(ConfigError) as error:
         from_callback({"rungs": {"amp": {"enabled": True, "mode": mode}}})
@@ -188,12 +202,15 @@ def test_validation_after_fit_is_validation_inside_fit() -> None:
     assert float(plain.callback_metrics["val_loss"]) != inside  # without us it is another number
 
 
-@pytest.mark.parametrize(("module", "settings", "reason"), [
-    (models.Regression, {"precision": "bf16-mixed"}, STANDS.format("bf16-mixed")),
-    (models.Regression, {"precision": "64-true"}, STANDS.format("64-true")),
-    (models.Regression, {"plugins": "own"}, STANDS.format("16-mixed")),
-    (Autocasting, {}, "Autocasting.training_step enters autocast itself; precision has one owner"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "settings", "reason"),
+    [
+        (models.Regression, {"precision": "bf16-mixed"}, STANDS.format("bf16-mixed")),
+        (models.Regression, {"precision": "64-true"}, STANDS.format("64-true")),
+        (models.Regression, {"plugins": "own"}, STANDS.format("16-mixed")),
+        (Autocasting, {}, "Autocasting.training_step enters autocast itself; precision has one owner"),
+    ],
+)
 def test_the_users_precision_stands(module: Any, settings: dict[str, Any], reason: str) -> None:  # P7
     if settings.get("plugins"):
         settings = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
@@ -241,8 +258,16 @@ def test_the_other_namespace() -> None:
             self.batch_indices: list[int] = []
 
     def weights(callbacks: list[Any], **settings: Any) -> dict[str, torch.Tensor]:
-        trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_epochs=1,
-                             enable_progress_bar=False, callbacks=callbacks, **settings)  # fmt: skip
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            max_epochs=1,
+            enable_progress_bar=False,
+            callbacks=callbacks,
+            **settings,
+        )
         module = Module()
         trainer.fit(module, models.loader())
         assert type(trainer.precision_plugin).__module__.startswith("pytorch_lightning.")

@@ -1,6 +1,6 @@
 """The batch rung: split or merge, what it refuses by name, and that each optimizer step stays the same step.
 
-Split and merge are compared hook by hook in tests/bridge/test_microbatch.py and test_merge.py.
+Split and merge are compared hook by hook in tests/bridge/apply/test_micro_batches.py and test_merge.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Facts, LoaderFacts
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.batch import Batch
 from tests.models import distance as apart
 from tests.rungs.two_ranks import CASES, results
 from tests.runs import Net, batches, both, distance, run
 
-NOTE = ("a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
-        " changes with the micro-batch: prove yours with fastloop ab")  # fmt: skip
+NOTE = (
+    "a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
+    " changes with the micro-batch: prove yours with fastloop ab"
+)
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 
 
@@ -31,12 +33,16 @@ def facts(batch_size: int | None = 8, batches: int | None = 12, **others: Any) -
     return Facts(loader=LoaderFacts(kind="DataLoader", batch_size=batch_size, batches=batches), **others)
 
 
-@pytest.mark.parametrize(("micro", "given", "wants"), [
-    (4, facts(), {"step.micro_batch": 4}), (4, facts(accumulate=4), {"step.micro_batch": 4}),
-    (4, facts(None), {"step.micro_batch": 4}),  # a sampler of the user's: each batch is cut as it comes
-    (16, facts(accumulate=4), {"step.micro_batch": 16, "loader.window": 4, "trainer.accumulate_grad_batches": 1}),
-    (64, facts(accumulate=4), {"step.micro_batch": 64, "loader.window": 4, "trainer.accumulate_grad_batches": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("micro", "given", "wants"),
+    [
+        (4, facts(), {"step.micro_batch": 4}),
+        (4, facts(accumulate=4), {"step.micro_batch": 4}),
+        (4, facts(None), {"step.micro_batch": 4}),  # a sampler of the user's: each batch is cut as it comes
+        (16, facts(accumulate=4), {"step.micro_batch": 16, "loader.window": 4, "trainer.accumulate_grad_batches": 1}),
+        (64, facts(accumulate=4), {"step.micro_batch": 64, "loader.window": 4, "trainer.accumulate_grad_batches": 1}),
+    ],
+)
 def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
     change = Batch(enabled=True, micro_batch=micro).plan(given)
     assert change.wants == wants and change.parity == "approximate" and change.notes[0] == NOTE
@@ -44,29 +50,58 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
     assert (change.facts.get("accumulate") == 1) == ("loader.window" in wants)
 
 
-@pytest.mark.parametrize(("settings", "given", "reason"), [
-    ({"micro_batch": "auto"}, facts(), "micro_batch: auto comes in a later version; write a number"),
-    ({}, facts(automatic_optimization=False), "manual optimization: the module runs its own backward passes"),
-    ({}, facts(plain_gradients=False, strategy="FSDPStrategy"),
-     "FSDPStrategy keeps gradients of its own; only one device and DDP are supported"),
-    ({}, facts(accumulation_scheduled=True),
-     "a GradientAccumulationScheduler changes the accumulation during training; it wins"),
-    ({}, facts(averages_weights_by_swa=True),
-     "StochasticWeightAveraging runs an extra epoch with the backward switched off; it wins"),
-    ({}, facts(steps_with_iterator=True), "training_step(dataloader_iter) fetches its own batches"),
-    ({}, facts(grad_hooks=True), "parameters carry post-accumulate gradient hooks, which would run once a micro-batch"),
-    ({}, facts(not_mean_losses=("loss (L1Loss with reduction='sum')",)),
-     "the loss is not a mean over samples: loss (L1Loss with reduction='sum'); if it is, write batch.loss_is_mean:"
-     " true"),
-    ({"micro_batch": 1}, facts(batchnorms=("net.1", "net.4")),
-     "BatchNorm needs more than one sample: net.1; write 2 or more"),
-    ({"micro_batch": 8}, facts(), "the loader's batches already have 8 samples"),
-    ({"micro_batch": 8}, facts(accumulate=4), "the loader's batches already have 8 samples"),
-    ({"micro_batch": 16}, facts(), "micro_batch=16 with batches of 8 and no accumulation: a larger one would change the"
-                                   " global batch"),
-    ({"micro_batch": 16}, facts(accumulate=16), "an epoch has 12 batches, fewer than the 16 of one window:"
-                                                " accumulation is already cut short; lower accumulate_grad_batches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "given", "reason"),
+    [
+        ({"micro_batch": "auto"}, facts(), "micro_batch: auto does not exist yet; write a number"),
+        ({}, facts(automatic_optimization=False), "manual optimization: the module runs its own backward passes"),
+        (
+            {},
+            facts(plain_gradients=False, strategy="FSDPStrategy"),
+            "FSDPStrategy keeps gradients of its own; only one device and DDP are supported",
+        ),
+        (
+            {},
+            facts(accumulation_scheduled=True),
+            "a GradientAccumulationScheduler changes the accumulation during training; it wins",
+        ),
+        (
+            {},
+            facts(averages_weights_by_swa=True),
+            "StochasticWeightAveraging runs an extra epoch with the backward switched off; it wins",
+        ),
+        ({}, facts(steps_with_iterator=True), "training_step(dataloader_iter) fetches its own batches"),
+        (
+            {},
+            facts(grad_hooks=True),
+            "parameters carry post-accumulate gradient hooks, which would run once a micro-batch",
+        ),
+        (
+            {},
+            facts(not_mean_losses=("loss (L1Loss with reduction='sum')",)),
+            "the loss is not a mean over samples: loss (L1Loss with reduction='sum'); if it is, write"
+            " batch.loss_is_mean: true",
+        ),
+        (
+            {"micro_batch": 1},
+            facts(batchnorms=("net.1", "net.4")),
+            "BatchNorm needs more than one sample: net.1; write 2 or more",
+        ),
+        ({"micro_batch": 8}, facts(), "the loader's batches already have 8 samples"),
+        ({"micro_batch": 8}, facts(accumulate=4), "the loader's batches already have 8 samples"),
+        (
+            {"micro_batch": 16},
+            facts(),
+            "micro_batch=16 with batches of 8 and no accumulation: a larger one would change the global batch",
+        ),
+        (
+            {"micro_batch": 16},
+            facts(accumulate=16),
+            "an epoch has 12 batches, fewer than the 16 of one window:"
+            " accumulation is already cut short; lower accumulate_grad_batches",
+        ),
+    ],
+)
 def test_plan_refuses(settings: dict[str, Any], given: Facts, reason: str) -> None:
     with pytest.raises(NotApplicable) as refused:
         Batch(**{"enabled": True, "micro_batch": 4, **settings}).plan(given)
@@ -78,18 +113,20 @@ def test_plan_says_what_changes() -> None:
     names = ("net.1", "net.4", "net.7", "head.bn")
     notes = Batch(enabled=True, micro_batch=16).plan(facts(accumulate=4, batchnorms=names, val_check_interval=8)).notes
     assert notes == (
-        NOTE, "4 BatchNorm layers normalise over micro-batches of 16, which changes the training: net.1, net.4, net.7,"
-        " …",
+        NOTE,
+        "4 BatchNorm layers normalise over micro-batches of 16, which changes the training: net.1, net.4, net.7, …",
         "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
         "val_check_interval 8 batches = 2 steps",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
-        " steps, and each has the samples it had")  # fmt: skip
+        " steps, and each has the samples it had",
+    )
     assert Batch(enabled=True, micro_batch=4).plan(Facts()).waits_for == "the train loader"
     Batch(enabled=True, micro_batch=4, loss_is_mean=True).plan(facts(not_mean_losses=("x",)))
 
 
-@pytest.mark.parametrize("settings", [{"micro_batch": 0}, {"micro_batch": -1}, {"micro_batch": "most"},
-                                      {"global_batch": "grow"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch": 0}, {"micro_batch": -1}, {"micro_batch": "most"}, {"global_batch": "grow"}]
+)
 def test_impossible_settings_are_config_errors(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"batch.{next(iter(settings))}"):
         FastLoop({"rungs": {"batch": {"enabled": True, **settings}}})
@@ -105,17 +142,24 @@ def test_takes() -> None:
     assert whole.verdict("batch").took and whole.seen("batch")["merged_batches"] == 4
     same = run({"batch": {"micro_batch": 8}}, batches(), max_epochs=1)
     assert (same.verdict("batch").took, same.verdict("batch").why) == (
-        False, "the loader's batches already have 8 samples")  # fmt: skip
+        False,
+        "the loader's batches already have 8 samples",
+    )
     verify = Batch(enabled=True, micro_batch=4).verify
     assert verify(Measurement()).why == "no optimizer step ran"
     evidence = {"steps": 3, "changed_steps": 0, "uncut_steps": 0, "problem": None, "micro_batches": [3], "samples": 3}
     assert verify(Measurement(evidence={"batch": evidence})).why == (
-        "batches run whole: none was larger than micro_batch")  # fmt: skip
+        "batches run whole: none was larger than micro_batch"
+    )
 
 
-@pytest.mark.parametrize(("rungs", "train", "settings"), [
-    (SPLIT, partial(batches, shuffle=True), {}),
-    (MERGE, partial(batches, 84, shuffle=True), {"accumulate_grad_batches": 4})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rungs", "train", "settings"),
+    [
+        (SPLIT, partial(batches, shuffle=True), {}),
+        (MERGE, partial(batches, 84, shuffle=True), {"accumulate_grad_batches": 4}),
+    ],
+)
 def test_parity(rungs: Any, train: Any, settings: dict[str, Any]) -> None:
     plain, ours = both(rungs, train, partial(Net, torch.optim.AdamW, lr=0.01), max_epochs=34, **settings)
     assert plain.trainer.global_step == ours.trainer.global_step >= 100
@@ -123,16 +167,26 @@ def test_parity(rungs: Any, train: Any, settings: dict[str, Any]) -> None:
     # The control: two samples change places between steps.
     other = train().dataset
     other.tensors[0][[0, 19]] = other.tensors[0][[19, 0]]
-    moved = run(rungs, torch.utils.data.DataLoader(other, batch_size=8, shuffle=True),
-                partial(Net, torch.optim.AdamW, lr=0.01), max_epochs=34, **settings)  # fmt: skip
+    moved = run(
+        rungs,
+        torch.utils.data.DataLoader(other, batch_size=8, shuffle=True),
+        partial(Net, torch.optim.AdamW, lr=0.01),
+        max_epochs=34,
+        **settings,
+    )
     assert distance(plain, moved) > 1e-4
 
 
 def attributes(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    return {"accumulate": trainer.accumulate_grad_batches, "limit": trainer.limit_train_batches,
-            "interval": trainer.val_check_interval, "strategy": type(trainer.strategy).__name__,
-            "own": "fastloop" in vars(trainer.strategy), "log": "log" in vars(module),
-            "hooks": [len(part._forward_hooks) + len(part._backward_hooks) for part in module.modules()]}  # fmt: skip
+    return {
+        "accumulate": trainer.accumulate_grad_batches,
+        "limit": trainer.limit_train_batches,
+        "interval": trainer.val_check_interval,
+        "strategy": type(trainer.strategy).__name__,
+        "own": "fastloop" in vars(trainer.strategy),
+        "log": "log" in vars(module),
+        "hooks": [len(part._forward_hooks) + len(part._backward_hooks) for part in module.modules()],
+    }
 
 
 @pytest.mark.parametrize(("rungs", "settings"), [(SPLIT, {}), (MERGE, {"accumulate_grad_batches": 4})])
@@ -208,18 +262,40 @@ class Normed(Net):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
 
-@pytest.mark.parametrize(("module", "settings", "reason"), [
-    (Manual, {}, "manual optimization: the module runs its own backward passes"),
-    (Net, {"callbacks": lambda: (GradientAccumulationScheduler({0: 1, 1: 2}),)},
-     "a GradientAccumulationScheduler changes the accumulation during training; it wins"),
-    (Net, {"callbacks": lambda: (StochasticWeightAveraging(1e-2, 1),)},
-     "StochasticWeightAveraging runs an extra epoch with the backward switched off; it wins"),
-    (Summed, {}, "the loss is not a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__ uses"
-                 " reduction='sum' or 'none'; if it is, write batch.loss_is_mean: true"),
-    (SummedInCode, {}, "the loss is not a mean over samples: SummedInCode.loss uses reduction='sum' or 'none';"
-                       " if it is, write batch.loss_is_mean: true"),
-    (Weighted, {}, "the loss is not a mean over samples: criterion (CrossEntropyLoss divides by its class weights);"
-                   " if it is, write batch.loss_is_mean: true")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "settings", "reason"),
+    [
+        (Manual, {}, "manual optimization: the module runs its own backward passes"),
+        (
+            Net,
+            {"callbacks": lambda: (GradientAccumulationScheduler({0: 1, 1: 2}),)},
+            "a GradientAccumulationScheduler changes the accumulation during training; it wins",
+        ),
+        (
+            Net,
+            {"callbacks": lambda: (StochasticWeightAveraging(1e-2, 1),)},
+            "StochasticWeightAveraging runs an extra epoch with the backward switched off; it wins",
+        ),
+        (
+            Summed,
+            {},
+            "the loss is not a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__ uses"
+            " reduction='sum' or 'none'; if it is, write batch.loss_is_mean: true",
+        ),
+        (
+            SummedInCode,
+            {},
+            "the loss is not a mean over samples: SummedInCode.loss uses reduction='sum' or 'none';"
+            " if it is, write batch.loss_is_mean: true",
+        ),
+        (
+            Weighted,
+            {},
+            "the loss is not a mean over samples: criterion (CrossEntropyLoss divides by its class weights);"
+            " if it is, write batch.loss_is_mean: true",
+        ),
+    ],
+)
 def test_refused_by_name_and_the_run_is_the_plain_run(module: Any, settings: dict[str, Any], reason: str) -> None:
     """A7 and losses: the plan says why, and nothing changes."""
     plain, ours = both(SPLIT, batches, module, max_epochs=2, **settings)
@@ -245,9 +321,15 @@ def test_batchnorm_is_warned_by_layer_and_differs() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("case", "like"), [
-    ("split", "whole"), ("split view", "whole"), ("merged", "accumulated"), ("accumulated split view", "accumulated"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "like"),
+    [
+        ("split", "whole"),
+        ("split view", "whole"),
+        ("merged", "accumulated"),
+        ("accumulated split view", "accumulated"),
+    ],
+)
 def test_two_ranks(case: str, like: str) -> None:
     """100 steps of AdamW on each of two ranks, with one exchange of gradients a step."""
     for rank in results():

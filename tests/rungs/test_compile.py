@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Facts
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.compile import Compile
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
@@ -127,20 +127,31 @@ class Breaking(models.Regression):
         self.net = Breaking.Net()
 
 
-@pytest.mark.parametrize(("settings", "facts", "reason"), [
-    ({}, {}, None),
-    ({"mode": "reduce-overhead"}, {"device": "cuda"}, None),
-    ({"mode": "reduce-overhead"}, {"accumulate": 4}, None),
-    ({}, {"device": "cuda", "accumulate": 4}, None),
-    ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by you; not doubled"),
-    ({}, {"compiler": None}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
-    ({}, {"compile_targets": ()},
-     "no inner module to compile: the LightningModule holds no submodule with parameters"),
-    *[({"mode": mode}, {"device": "cuda", **several},
-       f"mode {mode} replays CUDA graphs, which overwrite gradients under accumulation; write mode: default")
-      for mode in ("reduce-overhead", "max-autotune")
-      for several in ({"accumulate": 2}, {"micro_batches": True}, {"accumulation_scheduled": True})],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "facts", "reason"),
+    [
+        ({}, {}, None),
+        ({"mode": "reduce-overhead"}, {"device": "cuda"}, None),
+        ({"mode": "reduce-overhead"}, {"accumulate": 4}, None),
+        ({}, {"device": "cuda", "accumulate": 4}, None),
+        ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by you; not doubled"),
+        ({}, {"compiler": None}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
+        (
+            {},
+            {"compile_targets": ()},
+            "no inner module to compile: the LightningModule holds no submodule with parameters",
+        ),
+        *[
+            (
+                {"mode": mode},
+                {"device": "cuda", **several},
+                f"mode {mode} replays CUDA graphs, which overwrite gradients under accumulation; write mode: default",
+            )
+            for mode in ("reduce-overhead", "max-autotune")
+            for several in ({"accumulate": 2}, {"micro_batches": True}, {"accumulation_scheduled": True})
+        ],
+    ],
+)
 def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | None) -> None:
     rung = Compile(enabled=True, **settings)
     if reason is not None:
@@ -372,8 +383,9 @@ def test_a_failing_backend_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) 
     assert trainer.global_step == 8 and same(models.weights(ours), models.weights(plain))
     assert verdict(watcher, "compile").took is False
     why = verdict(watcher, "compile").why
-    assert why == ("fell back to eager: net: BackendCompilerFailed: backend='broken' raised: OSError: no space left"
-                   " for kernels")  # fmt: skip
+    assert why == (
+        "fell back to eager: net: BackendCompilerFailed: backend='broken' raised: OSError: no space left for kernels"
+    )
     assert "_compiled_call_impl" not in vars(ours.net)
 
 

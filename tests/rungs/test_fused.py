@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 
 from fastloop.errors import NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Facts
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.fused import Fused
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
@@ -66,18 +66,25 @@ def flags(optimizer: Any) -> list[tuple[Any, Any]]:
     return [(group["fused"], group["foreach"]) for group in [*optimizer.param_groups, optimizer.defaults]]
 
 
-@pytest.mark.parametrize(("facts", "reason"), [
-    ({}, None),
-    ({"device": "cuda"}, None),
-    ({"clip": True}, None),
-    ({"precision": "bf16-mixed"}, None),
-    ({"precision": "bf16-true", "clip": True}, None),
-    ({"precision": "bf16-mixed", "clip": True},
-     "gradient clipping with bf16-mixed: Lightning refuses fused optimizers there"),
-    ({"precision": "16-mixed", "clip": True},
-     "gradient clipping with 16-mixed: Lightning refuses fused optimizers there"),
-    ({"device": "mps"}, "no fused optimizers on mps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, None),
+        ({"device": "cuda"}, None),
+        ({"clip": True}, None),
+        ({"precision": "bf16-mixed"}, None),
+        ({"precision": "bf16-true", "clip": True}, None),
+        (
+            {"precision": "bf16-mixed", "clip": True},
+            "gradient clipping with bf16-mixed: Lightning refuses fused optimizers there",
+        ),
+        (
+            {"precision": "16-mixed", "clip": True},
+            "gradient clipping with 16-mixed: Lightning refuses fused optimizers there",
+        ),
+        ({"device": "mps"}, "no fused optimizers on mps"),
+    ],
+)
 def test_plan(facts: dict[str, Any], reason: str | None) -> None:
     if reason is not None:
         with pytest.raises(NotApplicable) as refused:
@@ -89,9 +96,16 @@ def test_plan(facts: dict[str, Any], reason: str | None) -> None:
     assert change.parity == "approximate" and not change.evaluation and not change.wants
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    (SGD, {}), (SGD, {"momentum": 0.9, "nesterov": True}), (ADAM, {}), (ADAMW, {"amsgrad": True}), (ADAGRAD, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (SGD, {}),
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (ADAM, {}),
+        (ADAMW, {"amsgrad": True}),
+        (ADAGRAD, {}),
+    ],
+)
 def test_takes(kind: Any, settings: dict[str, Any]) -> None:
     seen = []
 
@@ -152,15 +166,31 @@ def flip(optimizer: Any, module: torch.nn.Module | None = None, device: str = "c
     return Fused(enabled=True).plan(Facts()).actions[0].do(site)
 
 
-@pytest.mark.parametrize(("optimizer", "device", "module", "reason"), [
-    (lambda p: ADAGRAD([p]), "cuda", None, "Adagrad has no fused form on cuda"),
-    (lambda p: SGD([p]), "cpu", torch.nn.Sequential(torch.nn.Embedding(2, 2, sparse=True)),
-     "0 makes sparse gradients, which fused optimizers do not take"),
-    (lambda p: ADAM([p], capturable=True), "cpu", None, "Adam was made with capturable=True; your choice stands"),
-    (lambda p: SGD([p], differentiable=True), "cpu", None, "SGD was made with differentiable=True; your choice stands"),
-    (lambda p: ADAM([p.to(torch.complex64)]), "cpu", None,
-     "Adam holds parameters that are not real floating point"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "device", "module", "reason"),
+    [
+        (lambda p: ADAGRAD([p]), "cuda", None, "Adagrad has no fused form on cuda"),
+        (
+            lambda p: SGD([p]),
+            "cpu",
+            torch.nn.Sequential(torch.nn.Embedding(2, 2, sparse=True)),
+            "0 makes sparse gradients, which fused optimizers do not support",
+        ),
+        (lambda p: ADAM([p], capturable=True), "cpu", None, "Adam was made with capturable=True; your choice stands"),
+        (
+            lambda p: SGD([p], differentiable=True),
+            "cpu",
+            None,
+            "SGD was made with differentiable=True; your choice stands",
+        ),
+        (
+            lambda p: ADAM([p.to(torch.complex64)]),
+            "cpu",
+            None,
+            "Adam holds parameters that are not real floating point",
+        ),
+    ],
+)
 def test_what_fused_kernels_cannot_do_is_refused(optimizer: Any, device: str, module: Any, reason: str) -> None:
     made = optimizer(torch.zeros(1))
     before = flags(made)
@@ -169,9 +199,16 @@ def test_what_fused_kernels_cannot_do_is_refused(optimizer: Any, device: str, mo
     assert str(refused.value) == reason and flags(made) == before
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    (SGD, {}), (SGD, {"momentum": 0.9}), (ADAM, {}), (ADAMW, {}), (ADAGRAD, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (SGD, {}),
+        (SGD, {"momentum": 0.9}),
+        (ADAM, {}),
+        (ADAMW, {}),
+        (ADAGRAD, {}),
+    ],
+)
 def test_parity(kind: Any, settings: dict[str, Any]) -> None:
     def trained(rungs: Any, lr: float = 0.05, **more: Any) -> Any:
         module = seeded(Tuned, kind=kind, schedule=True, lr=lr, **settings)
@@ -265,8 +302,9 @@ def test_checkpoints_go_both_ways(tmp_path: Path, first: Any, then: Any) -> None
         fit(first, seeded(Tuned, schedule=True, lr=lr), callbacks=(keeper,), enable_checkpointing=True)
         module = seeded(Tuned, schedule=True)
         keeper = ModelCheckpoint(dirpath=folder)
-        watcher, trainer = fit(then, module, ckpt=folder / "last.ckpt", callbacks=(keeper,), enable_checkpointing=True,
-                               max_epochs=3)  # fmt: skip
+        watcher, trainer = fit(
+            then, module, ckpt=folder / "last.ckpt", callbacks=(keeper,), enable_checkpointing=True, max_epochs=3
+        )
         return module, torch.load(folder / "last.ckpt", weights_only=False), (watcher, trainer)
 
     plain, plain_file, _ = resumed(tmp_path / "plain", None, None)

@@ -11,8 +11,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.errors import NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Applied, Facts
+from fastloop.feeds.batch_tree import InputsChannelsLast
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Applied
 from fastloop.rungs.layout import Layout
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, seeded, verdict
@@ -27,17 +29,27 @@ class Pictures(L.LightningModule):
     def __init__(self, lr: float = 0.05, fused: bool | None = None, adam: bool = False) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 8, 3, padding=1, bias=False), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
-            torch.nn.Conv2d(8, 8, 1), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 1),
-        )  # fmt: skip
+            torch.nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 8, 1),
+            torch.nn.Conv2d(8, 4, 3),
+            torch.nn.Flatten(),
+            torch.nn.Linear(144, 1),
+        )
         self.bias = torch.nn.Parameter(torch.zeros(1, 3, 8, 8))
         self.lr, self.fused, self.adam = lr, fused, adam
         self.orders: list[tuple[bool, bool, bool]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        self.orders.append((x.is_contiguous(memory_format=LAST), self.net[0].weight.is_contiguous(memory_format=LAST),
-                            self.bias.is_contiguous(memory_format=LAST)))  # fmt: skip
+        self.orders.append(
+            (
+                x.is_contiguous(memory_format=LAST),
+                self.net[0].weight.is_contiguous(memory_format=LAST),
+                self.bias.is_contiguous(memory_format=LAST),
+            )
+        )
         return torch.nn.functional.mse_loss(self.net(x + self.bias), y)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -62,6 +74,21 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in models.weights(module).items() if tensor.is_floating_point()}
 
 
+def test_images_become_channels_last_and_are_counted() -> None:
+    convert, images = InputsChannelsLast(), torch.arange(2 * 3 * 4 * 4.0).reshape(2, 3, 4, 4)
+    masks = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    changed = convert({"images": images, "labels": torch.tensor([0, 1]), "masks": masks})
+    assert changed["images"].is_contiguous(memory_format=torch.channels_last)
+    assert not changed["images"].is_contiguous() and torch.equal(changed["images"], images)
+    assert changed["masks"] is masks and convert.batches == 1
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2, 3), [torch.ones(2), "text"], None, torch.ones(1, 1, 2, 2).int()])
+def test_batches_without_images_are_handed_through(batch: Any) -> None:
+    convert = InputsChannelsLast()
+    assert convert(batch) is batch and convert.batches == 0
+
+
 def strides(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tensor.stride() for name, tensor in module.state_dict().items()}
 
@@ -73,7 +100,9 @@ def test_plan() -> None:
     change = Layout(enabled=True).plan(Facts(convs=("net.0",)))
     assert dict(change.wants) == {"step.channels_last_inputs": True}
     assert [(action.keys, action.when) for action in change.actions] == [
-        (("model.memory_format",), "model"), (("optimizer.memory_format",), "train_start")]  # fmt: skip
+        (("model.memory_format",), "model"),
+        (("optimizer.memory_format",), "train_start"),
+    ]
     assert change.parity == "approximate" and change.evaluation
 
 
@@ -175,8 +204,15 @@ def resumed(folder: Path, first: Any, then: Any, **settings: Any) -> dict[str, t
     fit(first, seeded(Pictures, **settings), pictures(), callbacks=(keeper,), enable_checkpointing=True)
     module = seeded(Pictures, **settings)
     keeper = L.pytorch.callbacks.ModelCheckpoint(dirpath=folder)
-    fit(then, module, pictures(), ckpt=folder / "last.ckpt", max_epochs=3, callbacks=(keeper,),
-        enable_checkpointing=True)  # fmt: skip
+    fit(
+        then,
+        module,
+        pictures(),
+        ckpt=folder / "last.ckpt",
+        max_epochs=3,
+        callbacks=(keeper,),
+        enable_checkpointing=True,
+    )
     return weights_of(module)
 
 

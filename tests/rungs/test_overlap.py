@@ -9,20 +9,28 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.config import from_callback
+from fastloop.config.loading import from_callback
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.measurement import Measurement
-from fastloop.records import Facts
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.overlap import Overlap
 from tests import models
 from tests.bridge.launch import python
 from tests.rungs.fits import fit, seeded, verdict
 
 DDP: dict[str, Any] = {"is_ddp": True, "world_size": 2, "strategy": "DDPStrategy"}
-SEVERAL = ("static_graph with several backward passes per step fails inside DDP;"
-           " turn static_graph off or do without accumulation and micro-batches")  # fmt: skip
-DETACHES = ("Net.step calls detach_() on gradients, which bucket views forbid; set gradients to None, or"
-            " gradient_as_bucket_view: false")  # fmt: skip
+SEVERAL = (
+    "static_graph with several backward passes per step fails inside DDP;"
+    " turn off static_graph, or accumulation and micro-batches"
+)
+DETACHES = (
+    "Net.step calls detach_() on gradients, which bucket views forbid; set gradients to None, or"
+    " gradient_as_bucket_view: false"
+)
+
+
+SETTINGS = [((), "before_wrap"), ((), "wrapped")]
+"""Keys and moments of the actions that set DDP's keywords and read them back."""
 
 
 class Ranks:
@@ -49,20 +57,29 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(folder)
 
 
-@pytest.mark.parametrize(("settings", "facts", "wants"), [
-    ({}, {}, {"ddp.gradient_as_bucket_view": True}),
-    ({"bucket_cap_mb": 50, "static_graph": True}, {},
-     {"ddp.gradient_as_bucket_view": True, "ddp.bucket_cap_mb": 50, "ddp.static_graph": True}),
-    ({"gradient_as_bucket_view": False}, {"detaches_grads": ("Net.step",)}, {"ddp.gradient_as_bucket_view": False}),
-    ({}, {"is_ddp": False, "strategy": "SingleDeviceStrategy"},
-     "needs DDP with several devices; the strategy is SingleDeviceStrategy"),
-    ({}, {"world_size": 1}, "one process has no gradients to exchange"),
-    ({"static_graph": True}, {"accumulate": 2}, SEVERAL),
-    ({"static_graph": True}, {"micro_batches": True}, SEVERAL),
-    ({"static_graph": True}, {"accumulation_scheduled": True}, SEVERAL),
-    ({}, {"detaches_grads": ("Net.step",)}, DETACHES),
-    ({"comm_hook": "bf16"}, {"user_comm_hook": True}, "the strategy already has your own ddp_comm_hook; it stands"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "facts", "wants"),
+    [
+        ({}, {}, {"ddp.gradient_as_bucket_view": True}),
+        (
+            {"bucket_cap_mb": 50, "static_graph": True},
+            {},
+            {"ddp.gradient_as_bucket_view": True, "ddp.bucket_cap_mb": 50, "ddp.static_graph": True},
+        ),
+        ({"gradient_as_bucket_view": False}, {"detaches_grads": ("Net.step",)}, {"ddp.gradient_as_bucket_view": False}),
+        (
+            {},
+            {"is_ddp": False, "strategy": "SingleDeviceStrategy"},
+            "needs DDP with several devices; the strategy is SingleDeviceStrategy",
+        ),
+        ({}, {"world_size": 1}, "one process has no gradients to exchange"),
+        ({"static_graph": True}, {"accumulate": 2}, SEVERAL),
+        ({"static_graph": True}, {"micro_batches": True}, SEVERAL),
+        ({"static_graph": True}, {"accumulation_scheduled": True}, SEVERAL),
+        ({}, {"detaches_grads": ("Net.step",)}, DETACHES),
+        ({"comm_hook": "bf16"}, {"user_comm_hook": True}, "the strategy already has your own ddp_comm_hook; it stands"),
+    ],
+)
 def test_plan(settings: dict[str, Any], facts: dict[str, Any], wants: dict[str, Any] | str) -> None:
     rung = Overlap(enabled=True, **settings)
     if isinstance(wants, str):
@@ -71,16 +88,22 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], wants: dict[str, 
         assert str(reason.value) == wants
         return
     change = rung.plan(Facts(**{**DDP, **facts}))
-    assert dict(change.wants) == wants and change.parity == "exact" and not change.actions
+    assert dict(change.wants) == wants and change.parity == "exact"
+    assert [(action.keys, action.when) for action in change.actions] == SETTINGS
 
 
-@pytest.mark.parametrize(("hook", "parity"), [
-    ("bf16", "approximate"), ("fp16", "approximate"), ("powersgd", "changes-training"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hook", "parity"),
+    [
+        ("bf16", "approximate"),
+        ("fp16", "approximate"),
+        ("powersgd", "changes-training"),
+    ],
+)
 def test_plan_of_a_hook(hook: Any, parity: str) -> None:
     change = Overlap(enabled=True, comm_hook=hook).plan(Facts(**DDP))
     assert change.parity == parity
-    assert [(action.keys, action.when) for action in change.actions] == [(("ddp.comm_hook",), "wrapped")]
+    assert [(action.keys, action.when) for action in change.actions] == [*SETTINGS, (("ddp.comm_hook",), "wrapped")]
 
 
 def test_bad_settings() -> None:
@@ -91,16 +114,19 @@ def test_bad_settings() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("case", "settings"), [
-    ("plain", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": False, "static_graph": False}),
-    ("view", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": True, "static_graph": False}),
-    ("buckets", {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": False}),
-    ("named", {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": False}),
-    ("named_alone", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": False, "static_graph": False}),
-    ("static", {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": True}),
-    ("static_named", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": True, "static_graph": True}),
-    ("users_buckets", {"bucket_cap_mb": 3.0, "gradient_as_bucket_view": True, "static_graph": True}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("plain", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": False, "static_graph": False}),
+        ("view", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": True, "static_graph": False}),
+        ("buckets", {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": False}),
+        ("named", {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": False}),
+        ("named_alone", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": False, "static_graph": False}),
+        ("static", {"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": True}),
+        ("static_named", {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": True, "static_graph": True}),
+        ("users_buckets", {"bucket_cap_mb": 3.0, "gradient_as_bucket_view": True, "static_graph": True}),
+    ],
+)
 def test_takes(ranks: Ranks, case: str, settings: dict[str, Any]) -> None:
     for notes in ranks.notes:
         assert notes[case]["settings"] == settings and notes[case]["error"] is None
@@ -118,7 +144,9 @@ def test_does_not_take_what_is_refused(ranks: Ranks) -> None:
     assert took is False and why == DETACHES.replace("Net.step", "Detaching.on_before_zero_grad")
     assert ranks["detaching"]["settings"]["gradient_as_bucket_view"] is False and ranks["detaching"]["error"] is None
     assert ranks["users_hook"]["verdicts"]["overlap"] == [
-        False, "the strategy already has your own ddp_comm_hook; it stands"]  # fmt: skip
+        False,
+        "the strategy already has your own ddp_comm_hook; it stands",
+    ]
 
 
 def test_verify_reads_the_living_object() -> None:
@@ -141,9 +169,24 @@ def test_one_device_is_skipped() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("case", ["view", "no_view", "buckets", "named", "named_alone", "static", "static_named",
-                                  "users_buckets", "detaching", "users_hook", "refused_hook", "powersgd_wide",
-                                  "after_errors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "view",
+        "no_view",
+        "buckets",
+        "named",
+        "named_alone",
+        "static",
+        "static_named",
+        "users_buckets",
+        "detaching",
+        "users_hook",
+        "refused_hook",
+        "powersgd_wide",
+        "after_errors",
+    ],
+)
 def test_parity(ranks: Ranks, case: str) -> None:
     """Views, buckets and static graphs are exact: two ranks' sum has one order, whatever the buckets."""
     assert ranks[case]["steps"] == ranks["plain"]["steps"] == 16
@@ -152,10 +195,17 @@ def test_parity(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("case", "plain", "tolerance"), [
-    ("fp16", "plain", 5e-3), ("bf16", "plain", 1e-2), ("powersgd", "plain_small", 0.3), ("static_split", "plain", 1e-5),
-    ("static_accumulating", "plain_accumulating", 0), ("hook_accumulating", "plain_accumulating", 5e-3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "plain", "tolerance"),
+    [
+        ("fp16", "plain", 5e-3),
+        ("bf16", "plain", 1e-2),
+        ("powersgd", "plain_small", 0.3),
+        ("static_split", "plain", 1e-5),
+        ("static_accumulating", "plain_accumulating", 0),
+        ("hook_accumulating", "plain_accumulating", 5e-3),
+    ],
+)
 def test_parity_within_a_tolerance(ranks: Ranks, case: str, plain: str, tolerance: float) -> None:
     if ranks[case]["error"] or ranks[case]["verdicts"]["overlap"][1].startswith("the bf16 hook cannot be"):
         pytest.skip("this build of torch has no bf16 hook on the CPU")
@@ -189,16 +239,20 @@ def test_hooks_run_on_synchronised_steps_only(ranks: Ranks) -> None:  # R4
 def test_a_hook_that_cannot_be_registered_is_skipped(ranks: Ranks) -> None:  # R3
     took, why = ranks["refused_hook"]["verdicts"]["overlap"]
     assert took is False and ranks["refused_hook"]["error"] is None
-    assert why == ("the bf16 hook cannot be registered: BF16 all reduce communication hook required CUDA 11+ and NCCL"
-                   " 2.10+. (the bucket settings are in place)")  # fmt: skip
+    assert why == (
+        "the bf16 hook cannot be registered: BF16 all reduce communication hook required CUDA 11+ and NCCL"
+        " 2.10+. (the bucket settings are in place)"
+    )
 
 
 @pytest.mark.multirank
 def test_powersgd_over_gloo_with_several_buckets_is_refused(ranks: Ranks) -> None:
     took, why = ranks["powersgd_wide"]["verdicts"]["overlap"]
     assert took is False and ranks["powersgd_wide"]["error"] is None
-    assert why == ("over gloo, powersgd with more than one bucket of gradients waits for ever; it needs NCCL (the"
-                   " bucket settings are in place)")  # fmt: skip
+    assert why == (
+        "over gloo, powersgd with more than one bucket of gradients waits for ever; it needs NCCL (the"
+        " bucket settings are in place)"
+    )
     assert ranks["powersgd"]["verdicts"]["overlap"][0] is True and set(ranks["powersgd"]["calls"]) == {1}
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from fastloop.bridge.loaders import TrainLoaders
+from fastloop.bridge.apply.staging import Staging
 from fastloop.errors import NotApplicable
-from fastloop.feeds.loader import clone
-from fastloop.measurement import Measurement
-from fastloop.records import Facts, LoaderFacts
+from fastloop.feeds.lazy_loader import clone
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.pin import Pin
 from tests.runs import Net, batches, both, distance, numbered, run
 
@@ -39,10 +39,15 @@ def test_plan() -> None:
     assert Pin(enabled=True).plan(Facts(device="cuda")).waits_for == "the train loader"
 
 
-@pytest.mark.parametrize(("given", "reason"), [
-    (Facts(), CPU), (Facts(device="mps"), "needs CUDA; this run is on mps, where no copy starts in pinned memory"),
-    (facts(is_dataloader=False, kind="Own"), "Own is not a DataLoader: pin its batches where they are made"),
-    (facts(pin_memory=True), "the loader already pins its memory")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (Facts(), CPU),
+        (Facts(device="mps"), "needs CUDA; this run is on mps, where no copy starts in pinned memory"),
+        (facts(is_dataloader=False, kind="Own"), "Own is not a DataLoader: pin its batches where they are made"),
+        (facts(pin_memory=True), "the loader already pins its memory"),
+    ],
+)
 def test_plan_refuses(given: Facts, reason: str) -> None:
     with pytest.raises(NotApplicable) as refused:
         Pin(enabled=True).plan(given)
@@ -53,20 +58,21 @@ def test_takes(as_if_on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = {"tensors": 3, "pinned_tensors": 0, "batch_type": "Own"}
     verify = Pin(enabled=True).verify
     verdict = verify(Measurement(evidence={"pin": {**on_cpu, "pinned_tensors": 2}}))
-    assert verdict.took is True and verdict.why == "2 of 3 tensors of each batch came pinned"
+    assert verdict.took is True and verdict.why == "2 of 3 tensors of each batch were pinned"
     # D12: a batch type of the user's without pin_memory().
     verdict = verify(Measurement(evidence={"pin": on_cpu}))
     assert verdict.took is False
-    assert verdict.why == ("no effect: none of the 3 tensors of a Own was pinned; a custom batch type needs a"
-                           " pin_memory() method")  # fmt: skip
+    assert verdict.why == (
+        "no effect: none of the 3 tensors of a Own was pinned; a custom batch type needs a pin_memory() method"
+    )
     assert verify(Measurement()).took is None
 
     # In a real run: the tensors of the first train batch are looked at, once.
     looks: list[Any] = []
-    look_at = TrainLoaders.look_at
-    monkeypatch.setattr(TrainLoaders, "look_at", lambda self, batch: looks.append(batch) or look_at(self, batch))
+    look = Staging.look_for_pinned
+    monkeypatch.setattr(Staging, "look_for_pinned", lambda self, batch: looks.append(batch) or look(self, batch))
     cuda = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
-    monkeypatch.setattr("fastloop.bridge.loaders.torch", cuda)
+    monkeypatch.setattr("fastloop.bridge.apply.staging.torch", cuda)
     ours = run(PIN, batches(), max_epochs=1)
     assert ours.seen("pin") == {"tensors": 3, "pinned_tensors": 0, "batch_type": "list"} and len(looks) == 3
     assert ours.verdict("pin").took is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,11 +17,11 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop import FastLoop
-from fastloop.bridge.loaders import TrainLoaders
+from fastloop.bridge.apply.staging import Staging
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.feeds.device import DeviceFeed
-from fastloop.measurement import Measurement
-from fastloop.records import Facts, LoaderFacts
+from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.prefetch import Prefetch
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
@@ -46,14 +47,18 @@ def test_plan() -> None:
     noisy = Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",)}))
     assert noisy.parity == "approximate" and noisy.notes == (
         "samples are drawn up to depth batches early in the main process: a training_step that draws from the CPU"
-        " generator too gets other numbers",)  # fmt: skip
+        " generator too gets other numbers",
+    )
 
 
-@pytest.mark.parametrize(("given", "reason"), [
-    (facts({}, device="cpu"), CPU),
-    (facts({}, device="mps"), "needs CUDA; this run is on mps, where there is no copy to hide"),
-    (facts({}, steps_with_iterator=True), "training_step(dataloader_iter) fetches and moves its own batches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (facts({}, device="cpu"), CPU),
+        (facts({}, device="mps"), "needs CUDA; this run is on mps, where there is no copy to hide"),
+        (facts({}, steps_with_iterator=True), "training_step(dataloader_iter) fetches and moves its own batches"),
+    ],
+)
 def test_plan_refuses(given: Facts, reason: str) -> None:
     with pytest.raises(NotApplicable) as refused:
         Prefetch(enabled=True).plan(given)
@@ -76,9 +81,9 @@ def test_takes(on_cpu: None) -> None:
     verify, seen = Prefetch(enabled=True).verify, {"batches": 16, "ahead_batches": 14, "copied_bytes": 16 * 2**21}
     taken = verify(Measurement(evidence={"prefetch": seen}))
     assert taken.took is True
-    assert taken.why == "14 of 16 batches were on the device before they were asked for (2.0 MiB each)"
+    assert taken.why == "14 of 16 batches were on the device before the step needed them (2.0 MiB each)"
     assert verify(Measurement(evidence={"prefetch": {**seen, "ahead_batches": 0}})).took is False
-    assert verify(Measurement()).why == "no batch went through the device feed"
+    assert verify(Measurement()).why == "no batch was prefetched"
 
 
 def test_does_not_take_on_the_cpu() -> None:
@@ -121,8 +126,15 @@ class Hooks(Net):
 @pytest.mark.parametrize("settings", [{}, {"limit_train_batches": 2}, {"accumulate_grad_batches": 2}, {"max_steps": 7}])
 def test_parity(on_cpu: None, workers: int, settings: dict[str, Any]) -> None:
     """Exact, also where an epoch is left early and where validation comes between."""
-    plain, ours = both(PREFETCH, partial(batches, 40, shuffle=True, num_workers=workers), Hooks, val=batches,
-                       max_epochs=3, val_check_interval=1.0, **settings)  # fmt: skip
+    plain, ours = both(
+        PREFETCH,
+        partial(batches, 40, shuffle=True, num_workers=workers),
+        Hooks,
+        val=batches,
+        max_epochs=3,
+        val_check_interval=1.0,
+        **settings,
+    )
     assert ours.seen("prefetch")["ahead_batches"] > 0 and ours.verdict("prefetch").parity_class == "exact"
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
     assert ours.record.hooks == plain.record.hooks
@@ -137,9 +149,23 @@ def test_parity(on_cpu: None, workers: int, settings: dict[str, Any]) -> None:
 def test_hooks_run_in_order_and_ahead(on_cpu: None) -> None:
     ours = run({"prefetch": {"depth": 1}}, batches(32), Hooks, max_epochs=1)
     assert ours.module.calls == [
-        ("before", 0), ("transfer", 0), ("before", 8), ("transfer", 8), ("after", 0), ("step", 0),
-        ("before", 16), ("transfer", 16), ("after", 8), ("step", 8), ("before", 24), ("transfer", 24), ("after", 16),
-        ("step", 16), ("after", 24), ("step", 24)]  # fmt: skip
+        ("before", 0),
+        ("transfer", 0),
+        ("before", 8),
+        ("transfer", 8),
+        ("after", 0),
+        ("step", 0),
+        ("before", 16),
+        ("transfer", 16),
+        ("after", 8),
+        ("step", 8),
+        ("before", 24),
+        ("transfer", 24),
+        ("after", 16),
+        ("step", 16),
+        ("after", 24),
+        ("step", 24),
+    ]
 
 
 def test_hooks_see_batches_in_the_runs_precision(on_cpu: None) -> None:
@@ -154,7 +180,7 @@ def test_hooks_see_batches_in_the_runs_precision(on_cpu: None) -> None:
 
 def test_parity_sees_a_hook_that_runs_twice(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(TrainLoaders, "_skip_hook_for_staged", lambda self, owner: None)
+    monkeypatch.setattr(Staging, "take_over_first_hook", lambda self, is_ahead: lambda: None)
     plain, ours = both(PREFETCH, batches, Hooks, max_epochs=2)
     assert distance(plain, ours) > 1e-3
 
@@ -177,7 +203,7 @@ def test_a_datamodules_hooks(on_cpu: None) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_undo(on_cpu: None, raises: bool, own: bool) -> None:
+def test_undo(on_cpu: None, raises: bool, own: bool, offspring: Callable[[], list[psutil.Process]]) -> None:
     class Maybe(Hooks):
         broken = raises
 
@@ -208,7 +234,7 @@ def test_undo(on_cpu: None, raises: bool, own: bool) -> None:
         module.broken = False
         kept[0].fit(module, loader)
     assert kept[0].train_dataloader is loader
-    assert not [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+    assert not [child for child in offspring() if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 def stateful(workers: int) -> Any:
@@ -218,14 +244,21 @@ def stateful(workers: int) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_resumed_epoch_misses_and_repeats_nothing(on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                    depth: int, workers: int) -> None:  # fmt: skip
+def test_a_resumed_epoch_misses_and_repeats_nothing(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int, workers: int
+) -> None:
     """Saved after batch 7 of the second epoch: a resumed run must use the other 13, in order."""
 
     def fit(epochs: int, ckpt: Any = None, save: str | None = None) -> Run:
         callbacks = (ModelCheckpoint(tmp_path / save, every_n_train_steps=27, save_top_k=-1),) if save else ()
-        return run({"prefetch": {"depth": depth}}, stateful(workers), max_epochs=epochs, ckpt=ckpt,
-                   callbacks=callbacks, enable_checkpointing=bool(save))  # fmt: skip
+        return run(
+            {"prefetch": {"depth": depth}},
+            stateful(workers),
+            max_epochs=epochs,
+            ckpt=ckpt,
+            callbacks=callbacks,
+            enable_checkpointing=bool(save),
+        )
 
     whole = fit(2, save="tracked")
     assert whole.seen("prefetch")["ahead_batches"] > 0
@@ -235,8 +268,10 @@ def test_a_resumed_epoch_misses_and_repeats_nothing(on_cpu: None, tmp_path: Path
     assert distance(whole, resumed) == 0
 
     # The control: the loader's own state is ahead of the training by what the feed has fetched.
-    monkeypatch.setattr("fastloop.bridge.loaders.StatefulDeviceFeed",
-                        lambda inner, consumed, **settings: DeviceFeed(inner, **settings))  # fmt: skip
+    monkeypatch.setattr(
+        "fastloop.bridge.apply.staging.StatefulDeviceFeed",
+        lambda inner, consumed, **settings: DeviceFeed(inner, **settings),
+    )
     fit(2, save="untracked")
     lost = fit(2, ckpt=next((tmp_path / "untracked").iterdir()))
     assert lost.module.samples != whole.module.samples[27:] and len(lost.module.samples) < 13
@@ -267,8 +302,15 @@ def test_a_resumed_stream_without_length(on_cpu: None, tmp_path: Path, depth: in
 
     def fit(rungs: Any, ckpt: Any = None, save: str | None = None) -> Run:
         callbacks = (ModelCheckpoint(tmp_path / save, every_n_train_steps=7),) if save else ()
-        return run(rungs, StatefulDataLoader(Stream(), batch_size=2), max_epochs=1, max_steps=7 if save else -1,
-                   ckpt=ckpt, callbacks=callbacks, enable_checkpointing=bool(save))  # fmt: skip
+        return run(
+            rungs,
+            StatefulDataLoader(Stream(), batch_size=2),
+            max_epochs=1,
+            max_steps=7 if save else -1,
+            ckpt=ckpt,
+            callbacks=callbacks,
+            enable_checkpointing=bool(save),
+        )
 
     rungs = {"prefetch": {"depth": depth}}
     used = {name: fit(which, save=name).module.samples for name, which in (("plain", None), ("fed", rungs))}

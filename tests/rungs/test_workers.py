@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,15 +21,16 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.evidence.dataset import worker_hazards
-from fastloop.feeds.loader import clone
-from fastloop.measurement import Measurement
-from fastloop.records import Facts, LoaderFacts
+from fastloop.evidence.model.dataset import worker_hazards
+from fastloop.feeds.lazy_loader import clone
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, auto_count
 from tests.models import weights
 from tests.rungs.two_ranks import results
 from tests.runs import Net, Run, batches, both, distance, numbered, run
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
 WORKERS = {"workers": {"count": 2}}
 
 
@@ -39,47 +40,92 @@ def facts(loader: dict[str, Any] | None = None, **machine: Any) -> Facts:
 
 
 def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dict[str, Any]:
-    return {"loader.num_workers": count, "loader.prefetch_factor": prefetch_factor,
-            "loader.persistent_workers": persistent}  # fmt: skip
+    return {
+        "loader.num_workers": count,
+        "loader.prefetch_factor": prefetch_factor,
+        "loader.persistent_workers": persistent,
+    }
 
 
-@pytest.mark.parametrize(("settings", "given", "expected", "notes"), [
-    ({}, facts({}), wants(7), []), ({}, facts({}, cpu_count=1), wants(1), []),
-    ({}, facts({}, cpu_count=64), wants(8), []), ({}, facts({}, cpu_count=8, local_ranks=4), wants(1), []),
-    ({"count": 3, "prefetch_factor": 4}, facts({}), wants(3, prefetch_factor=4), []),
-    ({"persistent": True}, facts({}), wants(7, persistent=True), []),
-    ({"persistent": True}, facts({}, reload_every_n_epochs=1), wants(7),
-     ["persistent workers are off: the Trainer reloads its loaders, and the old workers would stay"]),
-    ({"count": 3, "start_method": "spawn"}, facts({}), {**wants(3), "loader.multiprocessing_context": "spawn"}, []),
-    ({"count": 8}, facts({}, cpu_count=2, local_ranks=2), wants(8),
-     ["8 workers for each of 2 ranks on 2 usable CPUs: they will take turns, and may slow the training process down"]),
-    ({"count": 3}, facts({}, shm_free_bytes=64 * 2**20), wants(3),
-     ["/dev/shm has room for 64 MiB only, and 3 workers keep up to 6 batches there: if one dies, give the container"
-      " --shm-size=8g"]),
-    ({"count": 3}, facts({}, shm_free_bytes=2**30), wants(3), []),
-    ({}, facts({"draws_random": ("RandomCrop", "a", "b", "c")}), wants(7),
-     ["augmentation draws differ from a run without workers (RandomCrop, a, b)"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "given", "expected", "notes"),
+    [
+        ({}, facts({}), wants(7), []),
+        ({}, facts({}, cpu_count=1), wants(1), []),
+        ({}, facts({}, cpu_count=64), wants(8), []),
+        ({}, facts({}, cpu_count=8, local_ranks=4), wants(1), []),
+        ({"count": 3, "prefetch_factor": 4}, facts({}), wants(3, prefetch_factor=4), []),
+        ({"persistent": True}, facts({}), wants(7, persistent=True), []),
+        (
+            {"persistent": True},
+            facts({}, reload_every_n_epochs=1),
+            wants(7),
+            ["persistent workers are off: the Trainer reloads its loaders, and the old workers would stay"],
+        ),
+        ({"count": 3, "start_method": "spawn"}, facts({}), {**wants(3), "loader.multiprocessing_context": "spawn"}, []),
+        (
+            {"count": 8},
+            facts({}, cpu_count=2, local_ranks=2),
+            wants(8),
+            ["8 workers for each of 2 ranks on 2 usable CPUs: they compete for CPUs and may slow training down"],
+        ),
+        (
+            {"count": 3},
+            facts({}, shm_free_bytes=64 * 2**20),
+            wants(3),
+            [
+                "/dev/shm has room for 64 MiB only, and 3 workers keep up to 6 batches there: if one dies,"
+                " give the container --shm-size=8g"
+            ],
+        ),
+        ({"count": 3}, facts({}, shm_free_bytes=2**30), wants(3), []),
+        (
+            {},
+            facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
+            wants(7),
+            ["augmentation draws differ from a run without workers (RandomCrop, a, b)"],
+        ),
+    ],
+)
 def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
     change = Workers(enabled=True, **settings).plan(given)
     assert change.wants == expected and list(change.notes) == notes and not change.actions
     assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
 
 
-@pytest.mark.parametrize(("settings", "loader", "reason"), [
-    ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
-    ({}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
-    ({"count": 5}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
-    ({}, {"map_style": False}, "an iterable dataset would be read whole by every worker and so be duplicated;"
-                               " shard it by torch.utils.data.get_worker_info and set num_workers"),
-    ({}, {"stateful": True}, "DataLoader shuffles differently with workers, and its saved position is bound to their"
-                             " number; set num_workers yourself before the run starts"),
-    ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot go to workers: a is x; b is y"),
-    ({"start_method": "spawn"}, {"unpicklable": "dataset.f (<lambda>)"},
-     "workers start by spawn here, and dataset.f (<lambda>) cannot be pickled; make it a module-level function or"
-     " class"),
-    ({}, {"unpicklable": "dataset.f (<lambda>)", "start_method": "forkserver"},
-     "workers start by forkserver here, and dataset.f (<lambda>) cannot be pickled; make it a module-level function or"
-     " class")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "loader", "reason"),
+    [
+        ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
+        ({}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+        ({"count": 5}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+        (
+            {},
+            {"map_style": False},
+            "an iterable dataset would be read whole by every worker and so be duplicated;"
+            " shard it by torch.utils.data.get_worker_info and set num_workers",
+        ),
+        (
+            {},
+            {"stateful": True},
+            "DataLoader shuffles differently with workers, and its saved position is bound to their"
+            " number; set num_workers yourself before the run starts",
+        ),
+        ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot go to workers: a is x; b is y"),
+        (
+            {"start_method": "spawn"},
+            {"unpicklable": "dataset.f (<lambda>)"},
+            "workers start by spawn here, and dataset.f (<lambda>) cannot be pickled; make it a"
+            " module-level function or class",
+        ),
+        (
+            {},
+            {"unpicklable": "dataset.f (<lambda>)", "start_method": "forkserver"},
+            "workers start by forkserver here, and dataset.f (<lambda>) cannot be pickled; make it a"
+            " module-level function or class",
+        ),
+    ],
+)
 def test_plan_refuses(settings: dict[str, Any], loader: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotApplicable) as refused:
         Workers(enabled=True, **settings).plan(facts(loader))
@@ -109,11 +155,16 @@ def test_plan_waits_and_counts() -> None:
     assert shares == [1, 1, 3]
 
 
-@pytest.mark.parametrize(("settings", "why"), [
-    ({"count": 0}, "a loader without workers is what you have when this rung is off"),
-    ({"count": -2}, "a loader without workers is what you have when this rung is off"),
-    ({"prefetch_factor": 0}, "each worker must keep at least one batch ready"),
-    ({"count": "many"}, ""), ({"start_method": "thread"}, "")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"count": 0}, "zero workers means that this rung is off"),
+        ({"count": -2}, "zero workers means that this rung is off"),
+        ({"prefetch_factor": 0}, "each worker must keep at least one batch ready"),
+        ({"count": "many"}, ""),
+        ({"start_method": "thread"}, ""),
+    ],
+)
 def test_impossible_settings_are_config_errors(settings: dict[str, Any], why: str) -> None:
     """D2: before anything starts, with the full key."""
     with pytest.raises(ConfigError) as error:
@@ -168,14 +219,21 @@ class Nested(Net):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("train", "module"), [
-    (partial(batches, shuffle=True), Net), (partial(batches, drop_last=True, shuffle=True), Net),
-    (lambda: batches(shuffle=True, generator=torch.Generator().manual_seed(3)), Net), (lambda: Named(6), Net),
-    (lambda: batches(24, shuffle=True, generator=torch.Generator().manual_seed(3)), Net),
-    (lambda: DataLoader(numbered(20), batch_sampler=Odd()), Net),
-    (lambda: DataLoader(numbered(20), batch_sampler=Chunks(6, "e")), Net),
-    (lambda: CombinedLoader({"a": batches(shuffle=True)}, "max_size"), Nested), (lambda: None, FromModule),
-    (Data, Net)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("train", "module"),
+    [
+        (partial(batches, shuffle=True), Net),
+        (partial(batches, drop_last=True, shuffle=True), Net),
+        (lambda: batches(shuffle=True, generator=torch.Generator().manual_seed(3)), Net),
+        (lambda: Named(6), Net),
+        (lambda: batches(24, shuffle=True, generator=torch.Generator().manual_seed(3)), Net),
+        (lambda: DataLoader(numbered(20), batch_sampler=Odd()), Net),
+        (lambda: DataLoader(numbered(20), batch_sampler=Chunks(6, "e")), Net),
+        (lambda: CombinedLoader({"a": batches(shuffle=True)}, "max_size"), Nested),
+        (lambda: None, FromModule),
+        (Data, Net),
+    ],
+)
 def test_parity(train: Any, module: Any, persistent: bool) -> None:
     """Exact: the same samples in the same order for three epochs, bit-equal weights, the same RNG stream after."""
     runs = []
@@ -220,7 +278,7 @@ def test_parity_is_approximate_where_the_dataset_draws() -> None:
     assert ours.module.samples == plain.module.samples and distance(plain, ours) > 0
 
 
-def test_undo() -> None:
+def test_undo(offspring: Callable[[], list[psutil.Process]]) -> None:
     loader = batches(20, shuffle=True)
     before, kind = dict(vars(loader)), []
 
@@ -251,7 +309,7 @@ def test_undo() -> None:
     ours.trainer.fit(ours.module, loader)
     assert ours.verdict("workers").took and ours.trainer.current_epoch == 4 and dict(vars(loader)) == before
     assert weights(ours.module).keys() == weights(Net()).keys()
-    assert not [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+    assert not [child for child in offspring() if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 class Stream(IterableDataset):
@@ -299,15 +357,20 @@ class _Cuda(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize(("data", "reason"), [
-    (lambda: Holds(file=_fake("h5py")), "dataset.file is an open h5py handle; open it in __getitem__ instead"),
-    (lambda: Holds(env=_fake("lmdb")), "dataset.env is an open lmdb handle; open it in __getitem__ instead"),
-    (lambda: Holds(table=torch.zeros(2).as_subclass(_Cuda)),
-     "dataset.table is a CUDA tensor, which a forked worker cannot use"),
-    (lambda: Epochs(), "dataset.set_epoch() changes between epochs or samples, and workers hold copies of it"),
-    (lambda: Holds(epoch=0), "dataset.epoch changes between epochs or samples, and workers hold copies of it"),
-    (lambda: Counts(count=0), "dataset.count changes between epochs or samples, and workers hold copies of it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (lambda: Holds(file=_fake("h5py")), "dataset.file is an open h5py handle; open it in __getitem__ instead"),
+        (lambda: Holds(env=_fake("lmdb")), "dataset.env is an open lmdb handle; open it in __getitem__ instead"),
+        (
+            lambda: Holds(table=torch.zeros(2).as_subclass(_Cuda)),
+            "dataset.table is a CUDA tensor, which a forked worker cannot use",
+        ),
+        (lambda: Epochs(), "dataset.set_epoch() changes between epochs or samples, and workers hold copies of it"),
+        (lambda: Holds(epoch=0), "dataset.epoch changes between epochs or samples, and workers hold copies of it"),
+        (lambda: Counts(count=0), "dataset.count changes between epochs or samples, and workers hold copies of it"),
+    ],
+)
 def test_datasets_that_workers_would_break(data: Any, reason: str) -> None:
     """D11 and open handles: skipped with the place, and training goes on."""
     ours = run(WORKERS, DataLoader(data(), batch_size=8), max_epochs=1)

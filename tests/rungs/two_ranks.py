@@ -18,12 +18,16 @@ SHORT = {"samples": 40, "max_epochs": 34}  # 3 batches a rank and epoch, the las
 VIEW = {"overlap": {"gradient_as_bucket_view": True}}
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "plain": (None, {"samples": 44, "max_epochs": 3}), "workers": ({"workers": {"count": 1}}, {"samples": 44,
-                                                                                             "max_epochs": 3}),
-    "whole": (None, SHORT), "split": (SPLIT, SHORT), "split view": ({**SPLIT, **VIEW}, SHORT),
-    "chatty": (SPLIT, {**SHORT, "max_epochs": 2}), "accumulated": (None, RAGGED), "merged": (MERGE, RAGGED),
+    "plain": (None, {"samples": 44, "max_epochs": 3}),
+    "workers": ({"workers": {"count": 1}}, {"samples": 44, "max_epochs": 3}),
+    "whole": (None, SHORT),
+    "split": (SPLIT, SHORT),
+    "split view": ({**SPLIT, **VIEW}, SHORT),
+    "chatty": (SPLIT, {**SHORT, "max_epochs": 2}),
+    "accumulated": (None, RAGGED),
+    "merged": (MERGE, RAGGED),
     "accumulated split view": ({**SPLIT, **VIEW}, RAGGED),
-}  # fmt: skip
+}
 
 
 def fit(name: str, rungs: Any, samples: int, **settings: Any) -> dict[str, Any]:
@@ -38,12 +42,18 @@ def fit(name: str, rungs: Any, samples: int, **settings: Any) -> dict[str, Any]:
             self.trainer.model.register_comm_hook(self, _exchange)
 
     kind = SGD if name in ("plain", "workers") else AdamW
-    done = run(rungs, batches(samples, shuffle=True), partial(Counts, kind, lr=0.01), strategy="ddp", devices=2,
-               **settings)  # fmt: skip
-    return {"samples": done.module.samples, "weights": done.weights, "rates": done.record.rates,
-            "exchanges": done.module.exchanges, "steps": done.trainer.global_step,
-            "strategy": type(done.trainer.strategy).__name__,
-            "took": {verdict.rung: verdict.took for verdict in done.loop.verdicts} if done.loop else {}}  # fmt: skip
+    done = run(
+        rungs, batches(samples, shuffle=True), partial(Counts, kind, lr=0.01), strategy="ddp", devices=2, **settings
+    )
+    return {
+        "samples": done.module.samples,
+        "weights": done.weights,
+        "rates": done.record.rates,
+        "exchanges": done.module.exchanges,
+        "steps": done.trainer.global_step,
+        "strategy": type(done.trainer.strategy).__name__,
+        "took": {verdict.rung: verdict.took for verdict in done.loop.verdicts} if done.loop else {},
+    }
 
 
 def _exchange(module, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations, and wants none or its own
@@ -53,11 +63,11 @@ def _exchange(module, bucket):  # type: ignore[no-untyped-def]  # DDP reads the 
 
 
 def main() -> None:
-    from fastloop.bridge import microbatch
+    from fastloop.bridge.apply import micro_batches
 
-    found, exchange = {}, microbatch._no_exchange
+    found, exchange = {}, micro_batches._skip_exchange
     for name, (rungs, settings) in CASES.items():
-        microbatch._no_exchange = (lambda strategy: nullcontext()) if name == "chatty" else exchange
+        micro_batches._skip_exchange = (lambda strategy: nullcontext()) if name == "chatty" else exchange
         found[name] = fit(name, rungs, **settings)
     torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
 

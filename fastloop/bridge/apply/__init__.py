@@ -1,0 +1,1 @@
+"""Changes live objects as planned, and changes them back. Nothing else may."""

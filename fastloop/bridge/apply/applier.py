@@ -1,0 +1,254 @@
+"""The only code that changes live objects, and that changes them back.
+
+An Applier is handed to the mixed strategy for the length of one fit (or validate, test, predict). It asks the ladder
+for a plan when the model is built, and again when the train loader is known; it runs what was planned at the moments
+Lightning offers, keeps an undo for each, and collects the evidence probes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.loaders import TrainLoaders
+from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.ladder import Ladder, plan
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Moment, Plan, Step, Undo
+
+
+class Applier:
+    """Applies a ladder to one run.
+
+    Args:
+        ladder: the rungs.
+        strict: a rung that cannot apply is an error before step 1.
+        warn: takes one line for the user.
+    """
+
+    def __init__(self, ladder: Ladder, *, strict: bool = False, warn: Callable[[str], None]) -> None:
+        self.ladder, self.strict, self.warn = ladder, strict, warn
+        self.plan = Plan()
+        self.loaders: TrainLoaders | None = None
+        self.micro: MicroBatches | None = None
+        self._site: LiveSite | None = None
+        self._loader_rungs: frozenset[str] = frozenset()
+        """Enabled rungs whose plan waits for the train loader."""
+        self._may_want = Plan()
+        """What they may want then."""
+        self._undos: list[tuple[str, Undo]] = []
+        self._probes: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
+        self._cleans: list[Callable[[dict[str, Any]], None]] = []
+        self._evidence: dict[str, dict[str, Any]] = {}
+
+    # -- the moments, in the order in which Lightning reaches them ------------------------------------------------
+
+    def model_built(self, trainer: Any, strategy: Any) -> None:
+        """The module is built and restored, not yet on its device nor wrapped."""
+        try:
+            facts = read_facts.run_facts(trainer, strategy)
+            planned = plan(self.ladder, facts)
+        except FastLoopError:
+            raise
+        except Exception as error:
+            self.skip_all(f"this run could not be read: {_describe(error)}")
+            return
+        self._site = LiveSite(trainer, strategy, facts)
+        if trainer.state.fn != "fit":
+            # Other stages get what changes results, so that they compute what validation inside fit computed.
+            planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
+        self.plan = planned
+        self._may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
+        self._loader_rungs = frozenset(step.rung for step in self._may_want.steps)
+        self._check_strict()
+        self._run("model")
+
+    def skip_all(self, reason: str) -> None:
+        """No rung applies, for one reason."""
+        enabled = self.ladder.enabled()
+        self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
+        self._check_strict()
+
+    def before_wrap(self) -> None:
+        """DDP is about to wrap the model: its settings are still keywords."""
+        self._run("before_wrap")
+
+    def wrapped(self) -> None:
+        """The model is wrapped."""
+        self._run("wrapped")
+
+    def loader(self, loader: Any) -> Any:
+        """Lightning asks what to do with a loader. Only train loaders are changed, each as planned or not at all."""
+        site = self._site
+        if site is None or not self._loader_rungs or site.trainer.state.stage != "train":
+            return loader
+        before = self.plan, self.loaders, self.micro, len(self._undos)
+        try:
+            if self.loaders is None:
+                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up)
+            return self._change_loader(self.loaders, loader, site)
+        except FastLoopError:
+            raise
+        except Exception as error:
+            reason = _describe(error)
+        self.plan, self.loaders, self.micro, undos = before
+        self._undo_down_to(undos)
+        if self.loaders is None or self.strict:
+            names, self._loader_rungs = self._loader_rungs, frozenset()
+            for step in self.plan.steps:
+                if step.rung in names:
+                    self._skip(step, reason)
+        return loader
+
+    def train_start(self) -> None:
+        """Optimizers exist and hold their restored state; the first step is next."""
+        self._run("train_start")
+        if self.loaders is not None:
+            self.loaders.train_start()
+
+    def to_device(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
+        """A batch goes to the device; one that a feed brought there is not moved again."""
+        return move() if self._site is None else self._site.staging.finish(batch, move, dataloader_idx)
+
+    def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One training_step of the module, in one piece or several."""
+        site = self._site
+        if site is None:
+            return step(*args, **kwargs)
+        step = site.take_notes(step)
+        if self.micro is None or not args:
+            return step(*args, **kwargs)
+        return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
+
+    def before_backward(self) -> None:
+        """Lightning is about to run the backward of a batch."""
+        if self.micro is not None:
+            self.micro.before_backward()
+
+    # -- evidence and undo ----------------------------------------------------------------------------------------
+
+    def evidence(self) -> Mapping[str, Mapping[str, Any]]:
+        """Ask every probe now; later answers are added to earlier ones."""
+        probes = list(self._probes)
+        if self.loaders is not None:
+            probes += [
+                (rung, probe)
+                for key, probe in self.loaders.list_probes()
+                if (rung := self._find_owner(key)) is not None
+            ]
+        for rung, probe in probes:
+            try:
+                found = {key: value for key, value in probe().items() if value is not None}
+            except Exception as error:  # evidence must never stop a training
+                found = {"unreadable": _describe(error)}
+            self._evidence.setdefault(rung, {}).update(found)
+        return self._evidence
+
+    def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take out of a checkpoint what a run without us would not have written."""
+        if self.loaders is not None:
+            self.loaders.clean_checkpoint(checkpoint)
+        for clean in self._cleans:
+            clean(checkpoint)
+
+    def undo(self) -> None:
+        """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
+        self._undo_down_to(0)
+        self._probes.clear()
+        self._cleans.clear()
+        self.loaders = self.micro = self._site = None
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
+        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method)
+        facts = dataclasses.replace(site.facts, loader=loader_facts)
+        changed = self._plan_loader(facts)
+        rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
+        if rung is not None and samples and self.micro is None:
+            self.micro = MicroBatches(samples, rung=rung, strict=self.strict)
+            self._probes.append((rung, self.micro.evidence))
+        result = loaders.change(loader, changed, facts)
+        if self.micro is not None:
+            self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
+        return result
+
+    def _give_up(self, key: str, reason: str) -> None:
+        """A setting that was planned for one train loader cannot apply to all of them."""
+        for step in self.plan.planned:
+            if key in step.change.wants:
+                self._loader_rungs -= {step.rung}
+                if "step.micro_batch" in step.change.wants:
+                    self.micro = None
+                self._skip(step, reason)
+
+    def _run(self, moment: Moment) -> None:
+        """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
+        actions = [(step, action) for step in self.plan.planned for action in step.change.actions]
+        for step, action in actions:
+            if action.when == moment and self._site is not None:
+                try:
+                    applied = action.do(self._site)
+                except Exception as error:
+                    self._skip(step, _describe(error))
+                else:
+                    self._undos.append((step.rung, applied.undo))
+                    self._probes.append((step.rung, applied.probe))
+                    self._cleans.append(applied.clean)
+
+    def _skip(self, step: Step, reason: str) -> None:
+        skipped = dataclasses.replace(step, status="skipped", reason=reason)
+        self.plan = Plan(steps=tuple(skipped if other is step else other for other in self.plan.steps))
+        self._check_strict()
+
+    def _plan_loader(self, facts: Facts) -> Plan:
+        """What a train loader gets. A rung counts as planned once it applies to one of them."""
+        steps = {step.rung: step for step in plan(self.ladder, facts).steps if step.rung in self._loader_rungs}
+        self.plan = Plan(
+            steps=tuple(old if old.status == "planned" else steps.get(old.rung, old) for old in self.plan.steps)
+        )
+        self._check_strict()
+        return Plan(steps=tuple(steps.values()))
+
+    def _check_strict(self) -> None:
+        if self.strict:
+            refuse_skipped(self.plan)
+
+    def _undo_down_to(self, count: int) -> None:
+        while len(self._undos) > count:
+            rung, undo = self._undos.pop()
+            try:
+                undo()
+            except Exception as error:
+                self.warn(f"{rung} could not be undone: {_describe(error)}")
+
+    def _undo_setting(self, key: str, undo: Undo) -> None:
+        self._undos.append((self._find_owner(key) or key, undo))
+
+    def _find_owner(self, key: str) -> str | None:
+        """The enabled rung that sets a setting, or had wanted to."""
+        return self._may_want.owner(key) or self.plan.owner(key)
+
+
+def refuse_skipped(plan: Plan) -> None:
+    """What ``strict: true`` means.
+
+    Raises:
+        ConfigError: a rung cannot apply.
+    """
+    for step in plan.steps:
+        if step.status == "skipped":
+            raise ConfigError(
+                key=f"rungs.{step.rung}",
+                got=f"rungs.{step.rung} under strict: true",
+                why=step.reason or "it cannot apply",
+                do=f"write rungs.{step.rung}.enabled: false, or strict: false",
+            )
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"

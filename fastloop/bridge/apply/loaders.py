@@ -1,0 +1,152 @@
+"""The train loaders of a run: changed copies for the Trainer, and what counts batches kept right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.sampler import BatchSampler
+
+from fastloop.bridge.apply.accumulation import Merge
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.watch import loader_state
+from fastloop.evidence import loader_queue
+from fastloop.feeds.accumulation_windows import WindowSampler
+from fastloop.feeds.lazy_loader import LazyLoader, bound_batches, clone
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Plan, Undo
+
+
+class TrainLoaders:
+    """Changes train loaders as they come (several, and again on reload) and remembers what the user gave.
+
+    Args:
+        undo: takes the key of a setting and what puts its change back.
+        give_up: takes the key of a planned setting that turns out not to apply, and the reason.
+    """
+
+    def __init__(
+        self, site: LiveSite, *, undo: Callable[[str, Undo], None], give_up: Callable[[str, str], None]
+    ) -> None:
+        self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
+        self._merge: Merge | None = None
+        self._originals: dict[int, tuple[Any, Any]] = {}
+        self._before_reload: dict[int, tuple[Any, Any]] = {}
+        self._most_workers: int | None = None
+        self._leaves, self._epoch = 0, -1
+        self._plain_sizes: tuple[int, int] | None = None
+        self.staging.looks_for_pinned = True
+        undo("loaders", self._give_back)
+
+    @property
+    def windows(self) -> WindowSampler | None:
+        return self._merge.windows if self._merge else None
+
+    @property
+    def batch_sizes(self) -> tuple[int, int] | None:
+        """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
+        return self._plain_sizes if self._leaves == 1 and self._merge is None else None
+
+    def find_original(self, loader: Any) -> Any:
+        """The loader as it was before we changed it, if it is one of ours (a CombinedLoader keeps what we put in)."""
+        known = self._originals.get(id(loader)) or self._before_reload.get(id(loader))
+        return loader if known is None else known[1]
+
+    def change(self, loader: Any, plan: Plan, facts: Facts) -> Any:
+        """The loader with the planned changes; the user's object stays as it is."""
+        self._count_leaf()
+        if isinstance(loader, LazyLoader) and self.find_original(loader) is not loader:
+            loader.take_back()
+        loader = self.find_original(loader)
+        self._plain_sizes = _read_plain_sizes(getattr(loader, "batch_sampler", None))
+        if self._leaves > 1:
+            self._keep_apart(facts)
+        settings = {
+            key.removeprefix("loader."): value
+            for key, value in plan.wants.items()
+            if key.startswith("loader.") and key != "loader.window"
+        }
+        reads_ahead = bool(settings.get("num_workers")) or "feed.depth" in plan.wants
+        if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
+            settings["batch_sampler"] = self._merge_windows(loader, window)
+        elif reads_ahead and (stand_in := bound_batches(loader)) is not None:
+            settings["batch_sampler"] = stand_in
+        changed = clone(loader, settings) if settings else loader
+        keeps_iterator = bool(getattr(loader, "persistent_workers", False))
+        if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
+            self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
+            changed = self.staging.feed(changed, depth, keeps_iterator)
+        elif settings.get("num_workers"):
+            changed = LazyLoader(changed, keeps_iterator=keeps_iterator)
+        if changed is not loader:
+            self._originals[id(changed)] = (changed, loader)
+        return changed
+
+    def _count_leaf(self) -> None:
+        """Lightning asks loader by loader, and for all of them again when an epoch reloads them."""
+        if self.trainer.current_epoch != self._epoch:
+            self._epoch, self._leaves = self.trainer.current_epoch, 0
+            self._before_reload, self._originals = self._originals, {}
+            self.staging.retire_feeds()
+        self._leaves += 1
+
+    def _keep_apart(self, facts: Facts) -> None:
+        """Give up what takes one loader only, now that there is another."""
+        if self._merge is not None:
+            self._merge.give_up()
+            self._merge = None
+            self._give_up("loader.window", "several train loaders cannot be merged into one window")
+        if self.staging.feeds and facts.transfer_hooks:
+            self.staging.retire_feeds()
+            self._give_up(
+                "feed.depth",
+                "several train loaders with transfer hooks of your own: the hooks expect the"
+                " batches of all loaders at once",
+            )
+
+    def _merge_windows(self, loader: DataLoader[Any], window: int) -> WindowSampler:
+        if self._merge is None:
+            self._merge = Merge(self.trainer, window, undo=self._undo)
+        return self._merge.make_sampler(loader)
+
+    def train_start(self) -> None:
+        """Optimizers, schedulers and restored counters are there."""
+        if self._merge is not None:
+            self._merge.train_start()
+
+    def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write counters of batches as a run without us would."""
+        if self._merge is not None:
+            self._merge.write_batch_counts(checkpoint)
+
+    # -- evidence -------------------------------------------------------------------------------------------------
+
+    def list_probes(self) -> list[tuple[str, Callable[[], Mapping[str, Any]]]]:
+        """What the loaders can show of a setting, by its key."""
+        staging = self.staging
+        workers = ("loader.num_workers", self._count_workers)
+        return [workers, ("loader.pin_memory", staging.count_pinned), ("feed.depth", staging.count_ahead)]
+
+    def _count_workers(self) -> Mapping[str, Any]:
+        """The most workers seen alive: they end with an epoch's last batch, which a feed fetches early."""
+        counts = [
+            self._most_workers,
+            *(loader_queue.live_workers(iterator) for iterator in loader_state.find_iterators(self.trainer)),
+        ]
+        self._most_workers = max((count for count in counts if count is not None), default=None)
+        return {"live_workers": self._most_workers}
+
+    def _give_back(self) -> None:
+        """Put the user's loaders back into a CombinedLoader of theirs, which Lightning filled with ours."""
+        combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
+        if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
+            combined.flattened = [self.find_original(loader) for loader in combined.flattened]
+
+
+def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:
+    """Sizes of the full and of the short last batch, where torch's own batch sampler makes them."""
+    if type(sampler) is not BatchSampler or not isinstance(sampler.sampler, Sized):
+        return None
+    short = 0 if sampler.drop_last else len(sampler.sampler) % sampler.batch_size
+    return sampler.batch_size, short or sampler.batch_size

@@ -1,0 +1,245 @@
+"""Several forward and backward passes inside one call of training_step, as if they were one.
+
+Lightning calls training_step, then zero_grad, then backward. All pieces but the last run forward and backward inside
+training_step; their gradients are held aside while Lightning zeroes, and come back right before the last backward, so
+that one exchange between ranks covers them all. batch_idx, global_step, schedules, hooks and the loss of the step are
+what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastloop.bridge.apply.site import attribute
+from fastloop.bridge.watch.phases import PIECE
+from fastloop.errors import FastLoopError
+from fastloop.feeds.accumulation_windows import WindowSampler
+from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.splitting import CannotSplit, Piece, cut, join, mean
+
+
+class MicroBatches:
+    """Cuts each train batch and runs the pieces.
+
+    Args:
+        micro: samples per piece.
+        rung: whose setting that is.
+        strict: a batch that cannot be cut is an error, raised before anything is computed from it.
+    """
+
+    def __init__(self, micro: int, *, rung: str, strict: bool = False) -> None:
+        self.micro, self.rung, self.strict = micro, rung, strict
+        self.windows: WindowSampler | None = None
+        self.whole: tuple[int, int] | None = None
+        """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
+        self.problem: str | None = None
+        self.steps = self.changed = self.uncut = 0
+        self.most: tuple[int, ...] = ()
+        self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._window: tuple[tuple[int, ...], int] | None = None
+        self._window_of = -1
+        self._misfit = False
+
+    def evidence(self) -> Mapping[str, Any]:
+        """Batches, how many of them ran in other pieces than the loader's own and how many could not be cut, and why;
+        the sizes of the most pieces one of them ran in; the loader batches merged into one."""
+        return {
+            "steps": self.steps,
+            "changed_steps": self.changed,
+            "uncut_steps": self.uncut,
+            "problem": self.problem,
+            "micro_batches": list(self.most),
+            "samples": sum(self.most),
+            "merged_batches": self.windows.window if self.windows else 1,
+        }
+
+    def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
+        """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
+        pieces = self._cut(batch, trainer)
+        if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
+            return step(batch, *rest)
+        module = strategy.lightning_module
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        outputs: list[Any] = []
+        logs = PieceLogs(module, pieces)
+        with attribute(module, "log", logs.take):
+            for piece in pieces:
+                logs.piece = piece
+                if piece is pieces[-1]:
+                    outputs.append(step(piece.batch, *rest))
+                    break
+                with _skip_exchange(strategy):
+                    outputs.append(step(piece.batch, *rest))
+                    if (loss := get_loss(outputs[-1])) is not None:
+                        _run_backward(strategy, trainer, module, loss * piece.weight)
+        logs.flush()
+        held = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        if any(get_loss(output) is None for output in outputs):
+            return None  # the user skips this batch; Lightning then runs no backward
+        self._held = [
+            (parameter, gradient) for parameter, gradient in zip(parameters, held, strict=True) if gradient is not None
+        ]
+        return join(outputs, pieces, _sum_losses(outputs, pieces))
+
+    def before_backward(self) -> None:
+        """Put the held gradients back, to be added to by the last piece's backward."""
+        for parameter, gradient in self._held:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._held = []
+
+    def _cut(self, batch: Any, trainer: Any) -> list[Piece]:
+        window = self._take_window(trainer)
+        try:
+            if window is None:
+                self._check_size(batch, trainer)
+            pieces = cut(batch, self.micro, window)
+        except CannotSplit as reason:
+            if self.strict:
+                do = f"turn rungs.{self.rung} off, or strict to train with whole batches"
+                raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=str(reason), do=do) from None
+            self.uncut, self.problem = self.uncut + 1, self.problem or str(reason)
+            # A short last window keeps the weight accumulation would have given it.
+            share = 1.0 if window is None else len(window[0]) / window[1]
+            pieces = [Piece(batch, sum(window[0]) if window else samples(batch) or 0, share)]
+        merged = len(window[0]) if window else 1
+        self.steps += 1
+        self.changed += len(pieces) > 1 or merged > 1
+        if len(pieces) > len(self.most):
+            self.most = tuple(piece.samples for piece in pieces)
+        return pieces
+
+    def _take_window(self, trainer: Any) -> tuple[tuple[int, ...], int] | None:
+        """Sizes of the loader batches in this batch; the same ones again where a closure runs its batch again."""
+        if self.windows is None:
+            return None
+        if (number := trainer.fit_loop.total_batch_idx) != self._window_of:
+            self._window, self._window_of = (self.windows.sizes.popleft(), self.windows.window), number
+        return self._window
+
+    def _check_size(self, batch: Any, trainer: Any) -> None:
+        """Refuse a batch whose first dimension is not its samples: a list of images [C, H, W] would be cut in C."""
+        rows = samples(batch)
+        if self.whole is None or rows is None:
+            return
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self._misfit or not (rows == self.whole[0] or (last and rows == self.whole[1])):
+            self._misfit = True
+            raise CannotSplit(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
+
+
+def get_loss(output: Any) -> Any:
+    """The loss in what training_step returned: a tensor, the 'loss' of a mapping, or None."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
+    """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
+    loss: torch.Tensor = get_loss(outputs[-1]) * pieces[-1].weight
+    for output, piece in zip(outputs[:-1], pieces, strict=False):
+        loss = loss + get_loss(output).detach() * piece.weight
+    return loss
+
+
+def _skip_exchange(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+    block = getattr(strategy, "block_backward_sync", None)
+    return block() if block is not None else contextlib.nullcontext()
+
+
+def _run_backward(strategy: Any, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+    """One backward without Lightning's hooks around it: callbacks see one backward per batch, the last."""
+    plugin = strategy.precision_plugin
+    loss = loss / trainer.accumulate_grad_batches
+    if (scaler := getattr(plugin, "scaler", None)) is not None:
+        loss = scaler.scale(loss)
+    with trainer.profiler.profile(f"{PIECE}backward"):
+        plugin.backward(loss, module, trainer.optimizers[0])
+
+
+# What training_step logs for each micro-batch, logged once for the whole batch.
+#
+# Without it Lightning would show the last micro-batch's value as the step's, and weigh it as if it were all samples.
+
+_EXTREMES = {"max": torch.max, "min": torch.min}
+
+
+class _Call(NamedTuple):
+    value: Any
+    weight: float
+    """The batch_size the user logs with, else the samples of the piece."""
+    forward: Any
+    """A torchmetrics object's value for this piece."""
+
+
+class PieceLogs:
+    """Takes the calls of ``module.log`` while the pieces run, and makes one of each name's at the end.
+
+    A mean is weighted by samples, a sum added up, an extreme taken over the pieces, as ``reduce_fx`` says: right where
+    the value of a whole batch is what ``reduce_fx`` makes of its parts.
+    """
+
+    def __init__(self, module: Any, pieces: Sequence[Piece]) -> None:
+        self.module, self.piece = module, pieces[0]
+        self._calls: dict[str, list[_Call]] = {}
+        self._options: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def take(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Stands in for ``module.log``."""
+        if args:
+            names = _list_positional(type(self.module).log)
+            options, args = {**dict(zip(names, args, strict=False)), **options}, args[len(names) :]
+        size = options.get("batch_size")
+        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
+            value = value.detach()
+        call = _Call(value, self.piece.samples if size is None else size, getattr(value, "_forward_cache", None))
+        self._calls.setdefault(name, []).append(call)
+        self._options[name] = args, options
+
+    def flush(self) -> None:
+        """Log each name once."""
+        for name, calls in self._calls.items():
+            args, options = self._options[name]
+            if options.get("batch_size") is not None:
+                options["batch_size"] = sum(call.weight for call in calls)
+            value = _combine(calls, options.get("reduce_fx", "mean"))
+            if isinstance(calls[-1].forward, torch.Tensor) and calls[-1].forward.is_floating_point():
+                # A torchmetrics object has seen every piece; what it shows for the step is the last one's.
+                value._forward_cache = _combine([call._replace(value=call.forward) for call in calls], "mean")
+            self.module.log(name, value, *args, **options)
+
+
+@functools.cache
+def _list_positional(log: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional arguments of a ``log`` method, after self, name and value."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, parameter in inspect.signature(log).parameters.items() if parameter.kind in kinds)[3:]
+
+
+def _combine(calls: Sequence[_Call], reduce: Any) -> Any:
+    values = [call.value for call in calls]
+    if len(values) == 1 or not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
+        return values[-1]
+    how = reduce.lower() if isinstance(reduce, str) else getattr(reduce, "__name__", "")
+    if how in ("mean", "avg"):
+        weighed = [value.float() if _is_narrow(value) else value for value in values]
+        return mean(weighed, [call.weight for call in calls])
+    if how == "sum":
+        return sum(values[1:], start=values[0])
+    if how in _EXTREMES:
+        return _EXTREMES[how](torch.stack([torch.as_tensor(value) for value in values]))
+    return values[-1]  # Lightning knows no other reduction and will say so
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,271 @@
+"""Read the facts off a Trainer, a module and a loader. Looks, never touches; takes no sample."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import multiprocessing
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.sampler import BatchSampler
+
+from fastloop.bridge import namespaces
+from fastloop.evidence import machine
+from fastloop.evidence.model import dataset as datasets
+from fastloop.records.facts import Facts, LoaderFacts
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
+
+
+def run_facts(trainer: Any, strategy: Any) -> Facts:
+    """Facts of the machine, the run and the built model; no loader yet."""
+    module, device = strategy.lightning_module, strategy.root_device
+    kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    return Facts(
+        cpu_count=machine.usable_cpus(),
+        local_ranks=max(1, int(getattr(strategy, "num_processes", None) or trainer.num_devices)),
+        shm_free_bytes=machine.shm_free_bytes(),
+        no_sockets_in=_find_no_sockets(),
+        device=device.type,
+        **_read_device(device),
+        compiler=machine.cxx_compiler(os.environ),
+        world_size=trainer.world_size,
+        strategy=type(strategy).__name__.removeprefix("FastLoop_"),
+        is_ddp=_is_ddp(strategy),
+        user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
+        plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
+        precision=str(strategy.precision_plugin.precision),
+        own_precision=type(strategy.precision_plugin).__name__ != "Precision",
+        accumulate=trainer.accumulate_grad_batches,
+        accumulation_scheduled="GradientAccumulationScheduler" in kinds,
+        averages_weights_by_swa="StochasticWeightAveraging" in kinds,
+        micro_batches=trainer.accumulate_grad_batches > 1,
+        clip=bool(trainer.gradient_clip_val) or overrides(module, "configure_gradient_clipping"),
+        automatic_optimization=module.automatic_optimization,
+        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
+        val_check_interval=_keep_number(trainer.val_check_interval),
+        val_every_n_epochs=trainer.check_val_every_n_epoch,
+        limit_train_batches=_keep_number(trainer.limit_train_batches),
+        resuming=trainer.ckpt_path is not None,
+        transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
+        **read_module(module),
+    )
+
+
+def _find_no_sockets() -> str | None:
+    """Only the sharing by file descriptors, which Linux has by default, sends them through a socket."""
+    by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+    return machine.no_sockets_in() if by_socket else None
+
+
+def _is_ddp(strategy: Any) -> bool:
+    """DDP itself: DeepSpeed's strategy inherits from it, but wraps the model in an engine of its own."""
+    inherits = {base.__name__ for base in type(strategy).__mro__}
+    return hasattr(strategy, "_ddp_kwargs") and "DeepSpeedStrategy" not in inherits
+
+
+def _load_single_device(strategy: Any) -> type:
+    return namespaces.load(namespaces.of(strategy), "strategies.SingleDeviceStrategy")  # type: ignore[no-any-return]
+
+
+def _read_device(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {
+        "device_name": torch.cuda.get_device_name(device),
+        "compute_capability": torch.cuda.get_device_capability(device),
+    }
+
+
+def _keep_number(value: Any) -> int | float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def overrides(owner: Any, name: str) -> bool:
+    """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
+    for base in type(owner).__mro__:
+        if name in vars(base) or name in getattr(owner, "__dict__", {}):
+            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(_LIGHTNING)
+    return False
+
+
+def find_hook_owner(trainer: Any, hook: str) -> Any:
+    """Who overrides a batch transfer hook: the DataModule before the module, as Lightning has it; None = nobody."""
+    for owner in (trainer.datamodule, trainer.lightning_module):
+        if owner is not None and overrides(owner, hook):
+            return owner
+    return None
+
+
+def read_module(module: torch.nn.Module) -> dict[str, Any]:
+    """What the model is made of, and what its own methods do, as far as their source says."""
+    named = dict(module.named_modules())
+    training_step = getattr(module, "training_step", None)
+    return {
+        "batchnorms": tuple(
+            name for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+        ),
+        "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
+        "not_mean_losses": tuple(_find_other_losses(module, named)),
+        "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
+        "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
+        "compiled_by_user": tuple(name or type(module).__name__ for name in named if _is_compiled(named[name])),
+        "compile_targets": tuple(compile_targets(module)),
+        "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
+        "steps_with_iterator": callable(training_step)
+        and "dataloader_iter" in inspect.signature(training_step).parameters,
+    }
+
+
+def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module]) -> Iterator[str]:
+    for name, part in named.items():
+        if type(part).__name__.endswith("Loss"):
+            if getattr(part, "reduction", "mean") in ("sum", "none"):
+                yield f"{name} ({type(part).__name__} with reduction={part.reduction!r})"
+            elif getattr(part, "weight", None) is not None:
+                yield f"{name} ({type(part).__name__} divides by its class weights)"
+    for method in _find_methods(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
+        yield f"{method} uses reduction='sum' or 'none'"
+    for method in _find_methods(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="):
+        yield f"{method} divides by its class weights"
+
+
+def _read_user_methods(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Name and source of the methods the user's own classes define, without comments."""
+    for base in type(module).__mro__:
+        if base.__module__.startswith((*_LIGHTNING, "torch.", "builtins")):
+            continue
+        for name, member in vars(base).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if inspect.isfunction(function):
+                try:
+                    yield name, ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
+                except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: nothing to read
+                    continue
+
+
+def _find_methods(module: torch.nn.Module, pattern: str) -> Iterator[str]:
+    for name, source in _read_user_methods(module):
+        if name.startswith(("validation", "test", "predict")):
+            continue
+        if re.search(pattern, source):
+            yield f"{type(module).__name__}.{name}"
+
+
+def compile_targets(module: torch.nn.Module) -> Iterator[str]:
+    """Names of the modules worth compiling: the outermost inner modules that hold parameters.
+
+    Where the LightningModule holds bare layers only and works through its own ``forward``, that is the target
+    (written as ''); with DDP Lightning borrows ``forward`` for the training step, so there the layers are taken.
+    """
+    targets = list(_find_outermost(module, ""))
+    layers = [
+        name
+        for name in targets
+        if type(module.get_submodule(name)).__module__.startswith("torch.nn.modules.")
+        and not list(module.get_submodule(name).children())
+    ]
+    if targets and len(layers) == len(targets) and overrides(module, "forward"):
+        calls_itself = any(re.search(r"\bself\(", source) for name, source in _read_user_methods(module))
+        if calls_itself and not torch.distributed.is_initialized():
+            targets = [""]
+    yield from targets
+
+
+def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        if type(child).__module__.startswith("torchmetrics.") or not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            yield from _find_outermost(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
+    """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only."""
+    if not isinstance(loader, DataLoader):
+        return LoaderFacts(
+            kind=type(loader).__name__,
+            is_dataloader=False,
+            map_style=False,
+            batches=length(loader),
+            stateful=hasattr(loader, "state_dict"),
+        )
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    unpicklable = None
+    if (method if start_method == "auto" else start_method) != "fork":
+        travels = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+        unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
+    default = torch.utils.data.default_collate
+    return LoaderFacts(
+        kind=type(loader).__name__,
+        map_style=not isinstance(loader.dataset, IterableDataset),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        batch_size=_read_batch_size(loader),
+        batches=length(loader),
+        auto_collates=loader.batch_sampler is not None,
+        custom_collate=loader.collate_fn is not default,
+        start_method=str(method),
+        persistent_workers=loader.persistent_workers,
+        stateful=hasattr(loader, "state_dict"),
+        draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
+        worker_hazards=datasets.worker_hazards(loader.dataset),
+        unpicklable=unpicklable,
+    )
+
+
+def _read_batch_size(loader: DataLoader[Any]) -> int | None:
+    if loader.batch_size is not None:
+        return loader.batch_size
+    # A plain BatchSampler handed over by the user (or put there by Lightning) has one size; a custom one need not.
+    sampler = loader.batch_sampler
+    return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
+
+
+def length(loader: Any) -> int | None:
+    """Batches an epoch; None for a loader without a length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+# -- what the model and its optimizers already are when they train: so that nobody is advised what is done -------------
+
+
+def evidence(trainer: Any) -> dict[str, Any]:
+    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions it has, and
+    which batch transfer hooks are the user's."""
+    module = trainer.lightning_module
+    if module is None:
+        return {}
+    convolutions = [inner for inner in module.modules() if isinstance(inner, torch.nn.Conv2d)]
+    # A 1x1 kernel lies the same in both orders, and says nothing.
+    wide = [inner.weight for inner in convolutions if inner.weight.dim() == 4 and max(inner.weight.shape[2:]) > 1]
+    groups = [group for optimizer in trainer.optimizers for group in getattr(optimizer, "param_groups", [])]
+    return {
+        "compiled": any(_is_compiled(inner) for inner in module.modules()),
+        "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
+        "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
+        "convs": len(convolutions),
+        "transfer_hooks": [hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None],
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+    }
+
+
+def _is_compiled(module: Any) -> bool:
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or vars(module).get("_compiled_call_impl") is not None
+        or getattr(module, "_compiler_ctx", None) is not None  # so Lightning marks trainer.fit(torch.compile(module))
+    )

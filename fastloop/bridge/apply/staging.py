@@ -1,0 +1,143 @@
+"""A batch on its way to training_step: the precision's input type, the user's hooks, the transfer, what rungs convert.
+
+Lightning does all of that when the batch is due. Behind a device feed the part up to and with the transfer is done
+ahead of time, and only the rest when the batch is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply import read_facts
+from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
+from fastloop.records.plan import Undo
+
+
+class Staging:
+    """Brings the batches of one run to the device, ahead of time where a feed asks for it."""
+
+    def __init__(self, trainer: Any, strategy: Any) -> None:
+        self.trainer, self.strategy = trainer, strategy
+        self.feeds: list[DeviceFeed] = []
+        """The feeds in use now."""
+        self.conversions: list[Callable[[Any], Any]] = []
+        """What else is done to each batch once it is on the device, of training and evaluation."""
+        self.looks_for_pinned = False
+        """Count the pinned tensors of the first train batch that leaves for the device."""
+        self._pinned: Mapping[str, Any] | None = None
+        self._seen: Counter[str] = Counter()
+        self._before_transfer: Callable[..., Any] | None = None
+
+    def feed(self, loader: Any, depth: int, keeps_iterator: bool) -> DeviceFeed:
+        """A stand-in for a train loader that stages its batches `depth` ahead."""
+        kind: type[DeviceFeed] = DeviceFeed
+        more: dict[str, Any] = {}
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            kind, more = StatefulDeviceFeed, {"consumed": self._count_consumed}
+        device = self.strategy.root_device
+        feed = kind(loader, depth=depth, device=device, stage=self.stage, keeps_iterator=keeps_iterator, **more)
+        self.feeds.append(feed)
+        return feed
+
+    def retire_feeds(self) -> None:
+        """Let the feeds hand batches through from their next start on."""
+        for feed in self.feeds:
+            feed.retired = True
+            self._seen.update(feed.seen)
+        self.feeds.clear()
+
+    def _count_consumed(self) -> int:
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the batch Lightning is about to move came from a feed, on the device already."""
+        return bool(self.feeds) and self.trainer.state.stage == "train"
+
+    def take_over_first_hook(self, is_ahead: Callable[[], bool]) -> Undo:
+        """Lightning calls on_before_batch_transfer itself; let it hand through the batches that had it in `stage`."""
+        name = "on_before_batch_transfer"
+        owner = read_facts.find_hook_owner(self.trainer, name)
+        if self._before_transfer is not None or owner is None:
+            return lambda: None
+        self._before_transfer = original = getattr(owner, name)
+
+        def hand_through(batch: Any, dataloader_idx: int) -> Any:
+            return batch if is_ahead() else original(batch, dataloader_idx)
+
+        put_back = set_attribute(owner, name, hand_through)
+
+        def undo() -> None:
+            put_back()
+            self._before_transfer = None
+
+        return undo
+
+    def stage(self, batch: Any) -> Any:
+        """What Lightning does with a batch up to and with the transfer, but ahead of time."""
+        batch = self.strategy.precision_plugin.convert_input(batch)
+        if self._before_transfer is not None:
+            batch = self._before_transfer(batch, 0)
+        owner = read_facts.find_hook_owner(self.trainer, "transfer_batch_to_device") or self.strategy.lightning_module
+        return owner.transfer_batch_to_device(batch, self.strategy.root_device, 0)
+
+    def finish(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
+        """The batch is due: `move` it as Lightning does, or do what is left where it was staged; then convert it."""
+        if self.is_ahead:
+            owner = read_facts.find_hook_owner(self.trainer, "on_after_batch_transfer")
+            moved = batch if owner is None else owner.on_after_batch_transfer(batch, dataloader_idx)
+        else:
+            self.look_for_pinned(batch)
+            moved = move()
+        for convert in self.conversions:
+            moved = convert(moved)
+        return moved
+
+    # -- evidence -------------------------------------------------------------------------------------------------
+
+    def look_for_pinned(self, batch: Any) -> None:
+        """Count the pinned tensors of the first train batch, where somebody wants to know."""
+        if self.looks_for_pinned and self._pinned is None and self.trainer.state.stage == "train":
+            self._pinned = {}
+            if torch.cuda.is_available():
+                found = [tensor.is_pinned() for tensor in tensors(batch) if tensor.device.type == "cpu"]
+                self._pinned = {"tensors": len(found), "pinned_tensors": sum(found), "batch_type": type(batch).__name__}
+
+    def count_pinned(self) -> Mapping[str, Any]:
+        """Tensors of a batch and how many of them were pinned, on average where a feed saw them all."""
+        seen = self._count_fed()
+        if not seen["batches"]:
+            return self._pinned or {}
+        return {
+            "tensors": math.ceil(seen["tensors"] / seen["batches"]),
+            "batch_type": "loader batch",
+            "pinned_tensors": math.ceil(seen["pinned_tensors"] / seen["batches"]),
+        }
+
+    def count_ahead(self) -> Mapping[str, Any]:
+        """Batches that came through a feed, how many of them were there before they were asked for, and their bytes."""
+        seen = self._count_fed()
+        return {key: seen[key] for key in ("batches", "ahead_batches", "copied_bytes")}
+
+    def _count_fed(self) -> Counter[str]:
+        return sum((Counter(feed.seen) for feed in self.feeds), start=Counter(self._seen))
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> Undo:
+    """Set an instance attribute; returns what leaves the instance as it was. Harmless when called twice."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if had:
+            setattr(owner, name, before)
+        else:
+            vars(owner).pop(name, None)
+
+    return undo

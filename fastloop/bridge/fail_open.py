@@ -1,0 +1,68 @@
+"""What keeps our own mistakes away from somebody else's training: the switch, and hooks that fail open."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from fastloop.errors import FastLoopError
+from fastloop.ladder import cards
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def disabled() -> bool:
+    """Whether FASTLOOP_DISABLE switches everything off."""
+    return os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
+
+
+class Guarded(Protocol):
+    """Whose hooks fail open."""
+
+    off: bool
+
+    def stop_watching(self, why: str) -> None: ...
+
+
+def fail_open(hook: Hook) -> Hook:
+    """An exception in our own code is one warning, and training goes on without us; errors meant for a person pass."""
+
+    @functools.wraps(hook)
+    def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+        if self.off:
+            return None
+        try:
+            return hook(self, *args, **kwargs)
+        except FastLoopError:
+            raise
+        except Exception as error:
+            self.stop_watching(f"{hook.__name__}: {type(error).__name__}: {error}")
+            return None
+
+    return guarded  # type: ignore[return-value]
+
+
+# -- exceptions whose text leaves the user guessing, explained in one line ---------------------------------------------
+
+
+def hint(exception: BaseException, module: Any) -> str | None:
+    """One line that adds what the exception does not say; None where we know nothing better."""
+    text = str(exception)
+    if "did not receive grad for rank" in text:
+        return _unused_parameters(text, module)
+    explained = {part: line for card in cards().values() for part, line in card.explains.items()}
+    return next((line for part, line in explained.items() if part in text), None)
+
+
+def _unused_parameters(text: str, module: Any) -> str | None:
+    """DDP counts the parameters that got no gradient; people know them by name."""
+    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    if match is None or module is None:
+        return None
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored]
+    unused = [names[int(index)] for index in match[1].split() if int(index) < len(names)]
+    return f"parameters without a gradient: {', '.join(unused)}" if unused else None

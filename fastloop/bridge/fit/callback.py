@@ -1,0 +1,296 @@
+"""FastLoop, the callback: the one line that users add to their Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from fastloop import diagnose
+from fastloop.bridge import namespaces
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.fail_open import disabled, fail_open, hint
+from fastloop.bridge.fit import run_directory, strategy
+from fastloop.bridge.watch import loader_state
+from fastloop.bridge.watch.session import Session
+from fastloop.config.loading import Config, from_callback
+from fastloop.errors import FastLoopError
+from fastloop.ladder import cards, verify
+from fastloop.records import store
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.report.run import summary
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = namespaces.callback_class()
+
+BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+)
+strategy.register()
+
+
+class FastLoop(Callback):
+    """Watches a training run, applies the rungs that are switched on, and says what it saw.
+
+    Args:
+        config: None to watch only; a shipped ladder's name (``"safe"``), a YAML file, or a mapping such as
+            ``{"rungs": {"amp": {"enabled": True}}}``.
+        out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``, nothing without a logger.
+        strict: a rung that cannot apply is an error before step 1; default as the config has it.
+        quiet: print nothing.
+
+    After ``fit``, in every process that trained (the main one is none of them under ``ddp_spawn``): ``plan``,
+    ``measurement``, ``verdicts`` and ``findings``.
+
+    Raises:
+        ConfigError: the configuration cannot be used; says file, line and key.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        strict: bool | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.off = disabled()
+        self.out, self.quiet = None if out is None else Path(out), quiet
+        self.hunt_syncs = False
+        """Find every device synchronisation with its line, in a few steps after the timed ones; they run slower."""
+        self._forget()
+        self._reset_fit()
+        for name in BATCH_HOOKS:
+            self._switch_hook(name, False)
+        if self.off:
+            return
+        self.config, ignored = from_callback(config)
+        self.strict = self.config.strict if strict is None else strict
+        if ignored and not quiet:
+            rank_zero_info(f"fastloop: ignored in a callback, where you make the Trainer: {', '.join(ignored)}")
+
+    @classmethod
+    def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:
+        """A callback with a configuration that is checked already. Not an argument of ``FastLoop``: LightningCLI reads
+        the types of those, and would open any file it is given itself, should one of them be a dataclass."""
+        loop = cls(out=out, quiet=quiet)
+        loop.config, loop.strict = config, config.strict
+        return loop
+
+    def _forget(self) -> None:
+        """Nothing is known of any fit."""
+        self.plan = Plan()
+        self.measurement: Measurement | None = None
+        self.verdicts: tuple[Verdict, ...] = ()
+        self.findings: tuple[Finding, ...] = ()
+        self.words: Mapping[str, Any] = {}
+        """What reports say beside these records: see `rundir.words`."""
+        self.run_dir: Path | None = None
+        """Where this rank wrote its files, if it did."""
+        self._loader_seen: Mapping[str, Any] = {}
+
+    def _reset_fit(self) -> None:
+        """What lives for one fit only: not copied, not pickled."""
+        self._applier: Applier | None = None
+        self._eyes: Session | None = None
+        self._restore: list[Callable[[], None]] = []
+        self._stopped = self._training = self._first = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        blank = FastLoop.__new__(FastLoop)
+        blank._reset_fit()
+        return {**vars(self), **vars(blank)}
+
+    # -- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    @fail_open
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._undo()  # a fit that raised need not have called teardown
+        others = [callback for callback in trainer.callbacks if isinstance(callback, FastLoop)]
+        if len(others) > 1:
+            raise FastLoopError(
+                got=f"{len(others)} FastLoop callbacks in one Trainer",
+                why="only one may own each setting",
+                do="keep one, and put all rungs into its config",
+            )
+        if stage == "fit":
+            self._forget()
+        if self.config.ladder.enabled():
+            self._attach(trainer)
+        if stage == "fit":
+            self._switch_hook("on_train_batch_end", self.config.watch.enabled or self._applier is not None)
+            if self.config.watch.enabled:
+                self._start_watch(trainer)
+
+    @fail_open
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._first = True
+        if self._applier is not None:
+            self._applier.train_start()
+            self.plan = self._applier.plan
+        if self._eyes is not None:
+            self._restore += self._eyes.train_start(trainer, pl_module)
+
+    @fail_open
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._eyes is not None:
+            self._eyes.batch_end(trainer, outputs, batch)
+        if self._first:
+            self._first, self._training = False, True
+            self._switch_hook("on_train_batch_end", self._eyes is not None)
+            self._collect_evidence(trainer)
+
+    @fail_open
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._measure(trainer)
+
+    @fail_open
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.measurement is None:  # not one step was to be trained
+            self._measure(trainer)
+        self._conclude(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            self._on_exception(trainer, pl_module, exception)
+        except Exception as error:  # the user's exception must not be hidden by ours
+            rank_zero_info(f"fastloop: no report for this run: {error}")
+        finally:
+            self._undo()
+
+    @fail_open
+    def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if (line := hint(exception, pl_module)) is not None:
+            rank_zero_warn(f"fastloop: {line}")
+        if not self._training:
+            return
+        if self.measurement is None:
+            self._measure(trainer, exception)
+        else:
+            self.measurement = dataclasses.replace(self.measurement, partial=True)
+        self._conclude(trainer)
+
+    @fail_open
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._applier is not None:
+            self._applier.clean_checkpoint(checkpoint)
+
+    @fail_open
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._undo()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def stop_watching(self, why: str) -> None:
+        """Give up with one warning; rungs stay as they are, for the run has begun with them."""
+        if not self._stopped:
+            rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
+        if self._eyes is not None:
+            self._eyes.stop()
+        self._eyes, self._stopped = None, True
+
+    def _switch_hook(self, hook: str, on: bool) -> None:
+        """Lightning skips hooks that are not callable, and calling one costs microseconds a step. Those of a subclass
+        are its own."""
+        if on or getattr(type(self), hook) is not getattr(FastLoop, hook):
+            vars(self).pop(hook, None)
+        else:
+            setattr(self, hook, None)
+
+    def _attach(self, trainer: Any) -> None:
+        """Give the Trainer's own strategy the mixed class, and it our applier."""
+        owner: Any = trainer.strategy
+        kind: Any = type(owner)
+        self._applier = applier = Applier(
+            self.config.ladder, strict=self.strict, warn=lambda line: rank_zero_warn(f"fastloop: {line}")
+        )
+        if not strategy.is_mixed(owner):
+            try:
+                owner.__class__ = strategy.mixed(kind)
+            except Exception as error:  # slots, a metaclass, a layout of its own: CPython then refuses another class
+                applier.skip_all(f"the strategy {kind.__name__} cannot be extended: {error}")
+                self.plan = applier.plan
+                return
+            self._restore.append(lambda: setattr(owner, "__class__", kind))
+        owner.fastloop = applier
+        self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
+
+    def _start_watch(self, trainer: Any) -> None:
+        self._eyes = Session(
+            trainer,
+            self.config.watch,
+            warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+            hunt_syncs=self.hunt_syncs,
+            place=lambda: self._find_directory(trainer),
+        )
+        self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
+
+    def _find_directory(self, trainer: Any) -> Path | None:
+        """The run's directory, on rank 0 and where there is one; the same however often it is asked for."""
+        if self.run_dir is None and trainer.is_global_zero:
+            self.run_dir = run_directory.directory(trainer, self.out)
+        return self.run_dir
+
+    @fail_open
+    def _note_batch_asked(self) -> None:
+        if self._eyes is not None:
+            self._eyes.watch.ask()
+
+    @fail_open
+    def _note_batch_got(self) -> None:
+        if self._eyes is not None:
+            self._eyes.watch.got()
+
+    def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
+        found = dict(self._applier.evidence()) if self._applier is not None else {}
+        self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
+        return {**found, "loader": self._loader_seen, "model": read_facts.evidence(trainer)}
+
+    def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
+        evidence = self._collect_evidence(trainer)
+        if self._applier is not None:
+            self.plan = self._applier.plan
+        if self._eyes is not None:
+            self.measurement = self._eyes.measure(trainer, evidence, raised)
+        else:
+            device = trainer.strategy.root_device.type
+            self.measurement = Measurement(
+                evidence=evidence, device=device, partial=raised is not None, total_steps=None
+            )
+        self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
+        if self._eyes is not None:
+            self.findings = diagnose.findings(self.measurement, cards(), self.config.ladder.enabled())
+
+    def _conclude(self, trainer: Any) -> None:
+        self._training = False
+        if self.measurement is None or not trainer.is_global_zero:
+            return
+        self.words, where = run_directory.words(self, trainer.lightning_module), self._find_directory(trainer)
+        self.run_dir = where if where is not None and run_directory.write(where, self) else None
+        if not self.quiet and (self._eyes is not None or self.config.ladder.enabled()):
+            report = None if self.run_dir is None else store.report_in(self.run_dir)
+            for line in summary.lines(self.measurement, self.plan, self.verdicts, self.findings, report, **self.words):
+                rank_zero_info(line)
+
+    def _undo(self) -> None:
+        """Put the Trainer back as it was, last change first. Idempotent."""
+        restore = self._restore
+        self._reset_fit()
+        while restore:
+            try:
+                restore.pop()()
+            except Exception as error:  # the others must have their turn
+                rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")

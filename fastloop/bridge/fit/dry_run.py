@@ -1,0 +1,103 @@
+"""What a configuration would do, without training."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.applier import refuse_skipped
+from fastloop.bridge.fit.recipes import build_recipe
+from fastloop.bridge.fit.training import make_trainer, nothing_to_train, quiet
+from fastloop.config.loading import Config
+from fastloop.feeds.batch_tree import tensors
+from fastloop.ladder import plan
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The plan, and what it would hold in memory."""
+
+    plan: Plan
+    facts: Facts
+    samples_per_step: int | None
+    """All ranks and accumulated batches together."""
+    batches_in_flight: int | None
+    """Loader batches of one rank that workers and device feed hold ready, and the one in use."""
+    bytes_in_flight: int | None
+    """Their size, as far as a first sample tells."""
+
+
+def dry_run(config: Config) -> DryRun:
+    """Build the recipe and its Trainer, look at one sample, and plan. Trains nothing, writes no files.
+
+    Raises:
+        ConfigError: as `train`, and under ``strict`` where a rung cannot apply.
+        FastLoopError: there is not one batch to train on.
+    """
+    with quiet():
+        pl.seed_everything(config.run.seed, verbose=False)
+        module, data = build_recipe(config)
+        trainer = make_trainer(config, None, None)
+        loader = _set_up(trainer, module, data)
+    loader_facts = read_facts.loader_facts(loader, config.ladder.start_method)
+    if loader_facts.batches == 0:
+        raise nothing_to_train("a train loader of 0 batches")
+    size = _measure_sample(loader) if loader_facts.map_style else None
+    facts = dataclasses.replace(
+        read_facts.run_facts(trainer, trainer.strategy),
+        resuming=config.run.resume is not None,
+        loader=dataclasses.replace(loader_facts, sample_bytes=size),
+    )
+    made = plan(config.ladder, facts)
+    if config.strict:
+        refuse_skipped(made)
+    samples, held = loader_facts.batch_size, _count_batches_in_flight(made, loader, facts)
+    return DryRun(
+        plan=made,
+        facts=facts,
+        batches_in_flight=held,
+        bytes_in_flight=_count_bytes(made, facts, held),
+        samples_per_step=samples * facts.accumulate * facts.world_size if samples else None,
+    )
+
+
+def _set_up(trainer: Any, module: Any, data: Any) -> Any:
+    """Go the way of a fit up to the train loader."""
+    trainer.strategy.connect(module)
+    module.trainer = data.trainer = trainer
+    trainer.datamodule = data
+    data.prepare_data()
+    data.setup("fit")
+    module.setup("fit")
+    module.configure_model()
+    return data.train_dataloader()
+
+
+def _measure_sample(loader: Any) -> int | None:
+    """Bytes of one sample as the loader would batch it; None where one cannot be looked at alone."""
+    try:
+        sample = loader.dataset[next(iter(loader.sampler))]
+        return sum(tensor.nbytes for tensor in tensors(loader.collate_fn([sample])))
+    except Exception:  # the user's code, of which we asked something unusual
+        return None
+
+
+def _count_batches_in_flight(made: Plan, loader: Any, facts: Facts) -> int | None:
+    if facts.loader is None or not facts.loader.is_dataloader:
+        return None
+    workers = made.wants.get("loader.num_workers", facts.loader.num_workers)
+    ahead = made.wants.get("loader.prefetch_factor", getattr(loader, "prefetch_factor", None) or 0)
+    return int(workers * ahead + made.wants.get("feed.depth", 0) + 1)
+
+
+def _count_bytes(made: Plan, facts: Facts, batches: int | None) -> int | None:
+    loader = facts.loader
+    if batches is None or loader is None or loader.sample_bytes is None or loader.batch_size is None:
+        return None
+    return loader.sample_bytes * loader.batch_size * int(made.wants.get("loader.window", 1)) * batches

@@ -1,0 +1,66 @@
+"""Load a recipe: a Python file beside its YAML, with ``Settings`` and ``build(settings) -> (module, datamodule)``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fastloop.bridge.fit import recipe_modules
+from fastloop.config.loading import Config, require_recipe
+from fastloop.config.schema import settings
+from fastloop.config.shipped import shipped_root
+from fastloop.errors import ConfigError
+
+
+def build_recipe(config: Config) -> tuple[Any, Any]:
+    """The module and the datamodule a configuration's recipe makes.
+
+    Raises:
+        ConfigError: there is no recipe, its settings are wrong, or it cannot find its data.
+    """
+    module = load(config)
+    made = module.build(settings(module.Settings, config.recipe, "recipe", config.origins))
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "train_dataloader"):
+        raise ConfigError(
+            got=f"what build() of {config.recipe_file} gives",
+            why=f"it is {type(made).__name__}",
+            do="return a LightningModule and a LightningDataModule",
+        )
+    return made[0], made[1]
+
+
+def load(config: Config) -> ModuleType:
+    """The recipe's Python module."""
+    path = require_recipe(config)
+    if "." in path.stem:
+        raise ConfigError(
+            got=str(path),
+            why="Python cannot import a file with a dot in its name",
+            do="rename it, and its YAML with it",
+        )
+    _look_in(path.parent)
+    module = importlib.import_module(f"{recipe_modules.__name__}.{path.stem}")
+    for name in ("Settings", "build"):
+        if not hasattr(module, name):
+            raise ConfigError(
+                got=f"{path}",
+                why=f"a recipe needs {name}, and this file has none",
+                do="see any file below recipes/ for the shape",
+            )
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    """Let the recipes' package be this folder, in this process and in those it starts."""
+    if folder == shipped_root() / "recipes":
+        os.environ.pop(recipe_modules.FOLDER, None)
+    else:
+        os.environ[recipe_modules.FOLDER] = str(folder)
+    if recipe_modules.__path__ != [str(folder)]:
+        recipe_modules.__path__[:] = [str(folder)]
+        for name in [name for name in sys.modules if name.startswith(f"{recipe_modules.__name__}.")]:
+            del sys.modules[name]

@@ -1,0 +1,130 @@
+"""Where a fit's files go, and writing them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fastloop import diagnose
+from fastloop.config.loading import Config, changed, to_yaml
+from fastloop.config.shipped import shipped
+from fastloop.evidence import machine
+from fastloop.ladder import cards, left_out
+from fastloop.records import store
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.secrets import MASK
+from fastloop.records.yaml_text import dump_yaml
+from fastloop.report.run import files
+
+
+class WatchedFit(Protocol):
+    """What a FastLoop knows once its fit is over."""
+
+    config: Config
+    plan: Plan
+    measurement: Measurement | None
+    verdicts: tuple[Verdict, ...]
+    findings: tuple[Finding, ...]
+    words: Mapping[str, Any]
+
+
+def utc() -> str:
+    """Now, as a directory name that sorts: 20261120T093000Z."""
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+
+
+def directory(trainer: Any, out: Path | None) -> Path | None:
+    """`out`, else a place below the first logger's directory; None without one on this machine and in trial runs."""
+    if out is not None:
+        return out
+    if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
+        return None
+    # Not trainer.log_dir: that one broadcasts between ranks.
+    logger = trainer.loggers[0]
+    base = getattr(logger, "log_dir", None) or logger.save_dir
+    if not base or "://" in str(base):
+        return None
+    first = Path(base) / "fastloop" / utc()
+    later = (first.with_name(f"{first.name}-{count}") for count in itertools.count(2))  # two fits in one second
+    return first if not first.exists() else next(path for path in later if not path.exists())
+
+
+def words(loop: WatchedFit, module: Any) -> dict[str, Any]:
+    """What reports say beside the records: ``name``, of the recipe or else of the model; ``then`` and ``later``."""
+    config, seen = loop.config, loop.measurement
+    enabled = config.ladder.enabled()
+    then, later = ((), ()) if seen is None else diagnose.next_steps(loop.findings, seen, cards(), enabled)
+    return {"name": config.name if config.recipe_file else type(module).__name__, "then": then, "later": later}
+
+
+def write(where: Path, loop: WatchedFit) -> bool:
+    """Write the run's files. A directory that cannot be written is one warning, not the end of a training."""
+    if loop.measurement is None:
+        return False
+    environment = machine.environment(sys.argv, os.environ)
+    environment |= {"torch_flags": torch_flags(), "name": loop.words["name"]}
+    contents = files.run_files(
+        config_yaml=resolved(loop.config, where),
+        changed_yaml=dump_yaml(changed(loop.config)),
+        env_json=store.dump(environment),
+        plan=loop.plan,
+        seen=loop.measurement,
+        verdicts=loop.verdicts,
+        findings=loop.findings,
+        left_out=left_out(loop.config.ladder),
+        **loop.words,
+    )
+    try:
+        store.write(where, contents)
+    except OSError as error:
+        rank_zero_warn(f"fastloop: the run's files could not be written to {where}: {error}")
+        return False
+    return True
+
+
+def resolved(config: Config, where: Path) -> str:
+    """All values as YAML that ``fastloop run`` takes: where the configuration has a recipe, with it as the base."""
+    text = to_yaml(config)
+    if MASK in text:
+        text = f"# {MASK} stands for a secret: give it again on the command line\n{text}"
+    return text if (base := _find_base(config, where)) is None else dump_yaml({"base": base}) + text
+
+
+def _find_base(config: Config, where: Path) -> str | None:
+    """The recipe's name, or the way to its YAML from the file that says it."""
+    if config.recipe_file is None:
+        return None
+    for name, path in shipped("recipes").items():
+        if path.with_suffix(".py") == config.recipe_file:
+            return name
+    beside = [config.recipe_file.with_suffix(suffix) for suffix in (".yaml", ".yml")]
+    return os.path.relpath(next(path for path in beside if path.is_file()), where)
+
+
+def torch_flags() -> dict[str, Any]:
+    """Flags of the process that change float32 results, so that two runs can be told apart by them."""
+    backends: Any = torch.backends
+    return {
+        "float32_matmul_precision": _read_flag(torch.get_float32_matmul_precision),
+        "cuda_matmul_fp32_precision": _read_flag(lambda: backends.cuda.matmul.fp32_precision),
+        "cudnn_allow_tf32": _read_flag(lambda: backends.cudnn.allow_tf32),
+        "cudnn_benchmark": backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _read_flag(read: Callable[[], Any]) -> Any:
+    """A flag, None where this torch has none of the name, or where the user set it by its other name (torch 2.9)."""
+    try:
+        return read()
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,141 @@
+"""One mixin over Lightning's Strategy, composed with whatever strategy the Trainer has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastloop.bridge import namespaces
+from fastloop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastloop.bridge.apply.applier import Applier
+
+
+@functools.cache
+def mixin(space: str) -> type:
+    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to swap the
+    class of a live object for one of another layout, and with the wrong base the method order is silently wrong.
+    """
+    base: Any = namespaces.load(space, "strategies.Strategy")
+
+    class FastLoopStrategyMixin(base):  # type: ignore[misc]
+        """Hands calls to an applier, where there is one; without, it changes nothing. Its copies work."""
+
+        fastloop: Applier | None = None
+        fastloop_made_by: tuple[Callable[[Any], type], Any]
+        """What makes this class again, and of what."""
+
+        def setup(self, trainer: Any) -> None:
+            if self.fastloop is not None:
+                self.fastloop.model_built(trainer, self)
+            super().setup(trainer)
+
+        def configure_ddp(self) -> None:
+            if self.fastloop is not None:
+                self.fastloop.before_wrap()
+            super().configure_ddp()
+            if self.fastloop is not None:
+                self.fastloop.wrapped()
+
+        def process_dataloader(self, dataloader: Any) -> Any:
+            dataloader = super().process_dataloader(dataloader)
+            return dataloader if self.fastloop is None else self.fastloop.loader(dataloader)
+
+        def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            move = super().batch_to_device
+            if self.fastloop is None:
+                return move(batch, device, dataloader_idx)
+            return self.fastloop.to_device(batch, lambda: move(batch, device, dataloader_idx), dataloader_idx)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.fastloop is None:
+                return super().training_step(*args, **kwargs)
+            return self.fastloop.training_step(super().training_step, *args, **kwargs)
+
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.fastloop is not None:
+                self.fastloop.before_backward()
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.
+            _, _, state, *items = super().__reduce_ex__(2)
+            # An applier holds the objects of one run, which a copy does not have part in.
+            own = {name: value for name, value in state.items() if name != "fastloop"}
+            return (_unpickle, self.fastloop_made_by, own, *items)
+
+    return FastLoopStrategyMixin
+
+
+@functools.cache
+def mixed(strategy: type) -> type:
+    """The class of a strategy with the mixin in front. The name keeps the original's, so that logs stay readable."""
+    bases = (mixin(namespaces.of(strategy)), strategy)
+    names = {"__module__": __name__, "fastloop_made_by": (mixed, strategy)}
+    return type(f"FastLoop_{strategy.__name__}", bases, names)
+
+
+def _unpickle(make: Callable[[Any], type], of: Any) -> Any:
+    kind: Any = make(of)
+    return kind.__new__(kind)
+
+
+def is_mixed(strategy: Any) -> bool:
+    """Whether a strategy object's class already has the mixin."""
+    return hasattr(type(strategy), "fastloop_made_by")
+
+
+@functools.cache
+def _make_single(space: str) -> type:
+    base: Any = mixed(namespaces.load(space, "strategies.SingleDeviceStrategy"))
+
+    class FastLoopStrategy(base):  # type: ignore[misc]
+        """``strategy="fastloop"``: one device, the one the accelerator offers.
+
+        A strategy asked for by name is made without a device. Lightning offers the accelerator's devices to any
+        strategy that has ``parallel_devices``; without that, this one would silently train on the CPU.
+        """
+
+        strategy_name = "fastloop"
+        fastloop_made_by = (_make_single, space)
+
+        @property
+        def parallel_devices(self) -> list[Any]:
+            return []
+
+        @parallel_devices.setter
+        def parallel_devices(self, devices: list[Any]) -> None:
+            if len(devices) > 1:
+                raise ConfigError(
+                    got=f'strategy="fastloop" with {len(devices)} devices',
+                    why="it drives one device",
+                    do='write devices=1, or strategy="fastloop_ddp"',
+                )
+            if devices:
+                self._root_device = devices[0]
+
+        @property
+        def num_nodes(self) -> int:
+            return 1
+
+        @num_nodes.setter
+        def num_nodes(self, nodes: int) -> None:
+            if nodes > 1:
+                raise ConfigError(
+                    got=f'strategy="fastloop" with {nodes} nodes',
+                    why="each would train on its own",
+                    do='write num_nodes=1, or strategy="fastloop_ddp"',
+                )
+
+    return FastLoopStrategy
+
+
+def register() -> None:
+    """Make `fastloop` and `fastloop_ddp` known by name in every Lightning namespace that is there. Idempotent."""
+    for space, registry in namespaces.found("strategies.StrategyRegistry"):
+        if "fastloop" not in registry:
+            ddp = mixed(namespaces.load(space, "strategies.DDPStrategy"))
+            registry.register("fastloop", _make_single(space), description="one device, rungs switched by FastLoop")
+            registry.register("fastloop_ddp", ddp, description="DDP, rungs switched by FastLoop")

@@ -1,0 +1,250 @@
+"""From a configuration to a Trainer, and one training in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import logging
+import os
+import re
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.fit.recipes import build_recipe
+from fastloop.bridge.fit.shutdown import ends
+from fastloop.config.loading import Config
+from fastloop.config.schema import fault, first_origin
+from fastloop.errors import ConfigError, FastLoopError
+from fastloop.records import store
+from fastloop.records.secrets import mask
+from fastloop.records.store import is_file
+
+_HINTS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+)
+"""Loggers of Lightning's notices. All its namespaces speak through whichever of them was imported last."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class ProgressLines(Callback):
+    """A line every few seconds, for logs and pipes, where a progress bar would be control codes."""
+
+    EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self._since: tuple[float, int] | None = None
+        """Time and optimizer steps at the last line; the first batch begins it, which leaves out what it compiled."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now, done = time.monotonic(), trainer.global_step
+        if self._since is None:
+            self._since = now, done
+        spent_s, steps = now - self._since[0], done - self._since[1]
+        if spent_s < self.EVERY_S or steps <= 0 or not trainer.is_global_zero:
+            return
+        self._since = now, done
+        left_s = spent_s / steps * (trainer.max_steps - done)
+        sys.stderr.write(f"step {done} of {trainer.max_steps}, about {left_s:.0f} s left\n")
+        sys.stderr.flush()
+
+
+class RunLogger(CSVLogger):
+    """Logged values and hyperparameters as files of the run directory, secrets masked."""
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
+        given = vars(params) if isinstance(params, Namespace) else params or {}
+        super().log_hyperparams(mask({name: _as_mapping(value) for name, value in given.items()}))
+
+
+def _as_mapping(value: Any) -> Any:
+    """A recipe's settings as a mapping, so that the secrets in them are found by their keys."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.Trainer:
+    """The Trainer a configuration describes, with `loop` in it and its files below `out`.
+
+    Raises:
+        ConfigError: a key or value under ``trainer`` or ``run`` that Lightning refuses, or more devices than there are.
+    """
+    _check_keys(config)
+    _check_devices(config)
+    bar = _is_terminal()
+    defaults: dict[str, Any] = {
+        "max_epochs": -1,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": out,
+        "logger": RunLogger(out, name="", version="") if out is not None else False,
+        "enable_progress_bar": bar,
+        "enable_model_summary": bar,
+    }
+    if config.trainer.get("barebones"):  # refuses all the rest
+        defaults = {"max_epochs": -1, "default_root_dir": out}
+    settings = {**defaults, **config.trainer}
+    callbacks: list[Callback] = [loop] if loop is not None else []
+    if not settings.get("enable_progress_bar"):
+        callbacks.append(ProgressLines())
+    try:
+        return pl.Trainer(
+            max_steps=config.run.max_steps,
+            devices=config.run.devices,
+            callbacks=callbacks,
+            accelerator=config.run.accelerator,
+            **settings,
+        )
+    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+        raise _explain_refusal(config, error) from error
+
+
+def _is_terminal() -> bool:
+    """Whether somebody watches who can make use of a bar. Lightning draws it on stdout."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and stream.isatty()]
+    return len(streams) == 2 and os.environ.get("TERM") != "dumb"
+
+
+def _check_keys(config: Config) -> None:
+    known = inspect.signature(pl.Trainer).parameters
+    for name in config.trainer:
+        if name not in known:
+            key, close = f"trainer.{name}", difflib.get_close_matches(name, known, n=1)
+            do = f"write {close[0]}" if close else "see lightning.pytorch.Trainer for its arguments"
+            raise fault(key, first_origin(key, config.origins), "Lightning's Trainer takes no such argument", do)
+
+
+def _check_devices(config: Config) -> None:
+    wanted, visible, accelerator = config.run.devices, torch.cuda.device_count(), config.run.accelerator
+    on_cuda = accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())
+    if (on_cuda or (accelerator == "auto" and visible)) and wanted > visible:
+        why = f"{visible} CUDA devices are visible here"
+        do = f"write at most {visible}, or look at CUDA_VISIBLE_DEVICES" if visible else "write run.accelerator: cpu"
+        raise fault("run.devices", config.origins["run.devices"], why, do, value=wanted)
+
+
+def _explain_refusal(config: Config, error: Exception) -> ConfigError:
+    """What Lightning says of its arguments, at the key it speaks of."""
+    message = " ".join(str(error).split())
+    keys = [*(f"trainer.{name}" for name in config.trainer), "run.accelerator", "run.devices"]
+    key = next((key for key in keys if re.search(rf"\b{key.partition('.')[2]}\b", message, re.IGNORECASE)), None)
+    if key is None:
+        return ConfigError(got="the trainer section", why=f"Lightning refuses it: {message}", do="see what it says")
+    section, _, name = key.partition(".")
+    value = (config.trainer if section == "trainer" else vars(config.run))[name]
+    return fault(
+        key,
+        first_origin(key, config.origins),
+        f"Lightning refuses it: {message}",
+        "write another value, or delete the line",
+        value=value,
+    )
+
+
+def train(
+    config: Config,
+    out: Path | None,
+    *,
+    trust_checkpoint: bool = False,
+    prepare: Callable[[pl.Trainer, FastLoop], None] | None = None,
+) -> FastLoop:
+    """Train a recipe in this process; the callback then holds plan, measurement, verdicts and findings.
+
+    Args:
+        out: the run directory, None to write nothing. What an earlier run left in it is deleted before the first step.
+        trust_checkpoint: load ``run.resume`` even if it holds more than tensors and plain values, which runs code.
+        prepare: called right before the fit, in every rank: what a trial changes (`ceilings.py`).
+
+    Raises:
+        ConfigError: the configuration cannot be trained.
+        FastLoopError: not one optimizer step was made.
+        KeyboardInterrupt: the user stopped it.
+        SystemExit: 143, it was terminated.
+    """
+    _check_checkpoint(config, trust_checkpoint)
+    with quiet():
+        pl.seed_everything(config.run.seed, verbose=False)
+        module, data = build_recipe(config)
+        loop = FastLoop.of(config, out=out, quiet=True)
+        trainer = make_trainer(config, loop, out)
+        resume: dict[str, Any] = {} if config.run.resume is None else {"ckpt_path": config.run.resume}
+        if resume and "weights_only" in inspect.signature(trainer.fit).parameters:
+            # Lightning 2.6 can be told. Before, it always loaded everything, and the file was checked above.
+            resume["weights_only"] = not trust_checkpoint
+        if out is not None:
+            rank_zero_only(store.clear)(out)
+        if prepare is not None:
+            prepare(trainer, loop)
+        with ends(trainer):
+            trainer.fit(module, datamodule=data, **resume)
+    if not trainer.global_step:
+        raise nothing_to_train("a training of 0 optimizer steps")
+    return loop
+
+
+def nothing_to_train(got: str) -> FastLoopError:
+    """The error for a loader without batches, which Lightning takes for a training that has ended well."""
+    return FastLoopError(
+        got=got,
+        why="there is nothing to train on",
+        do="look for an empty dataset, drop_last with a batch larger than the dataset, or"
+        " trainer.limit_train_batches: 0",
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning's notices, and its warnings of what we report ourselves, out of what has to be read."""
+    loggers = [logging.getLogger(name) for name in _HINTS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore",
+                message=r".*(does not have many workers|log_every_n_steps|LeafSpec)",
+                module=r"(lightning|pytorch_lightning)\..*",
+            )
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _check_checkpoint(config: Config, trusted: bool) -> None:
+    if config.run.resume is None:
+        return
+    path = Path(config.run.resume)
+    got = f"run.resume: {path} ({config.origins['run.resume']})"
+    if not is_file(path):
+        raise ConfigError(got=got, why="there is no such file", do="write the path of a checkpoint", key="run.resume")
+    if trusted:
+        return
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch says which class it refused at the end of an essay with colours in it.
+        refused = re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?:\.\s|\n|$)", str(error))
+        why = refused[0].strip() if refused else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ConfigError(
+            got=got,
+            why=f"it holds more than tensors and plain values: {_ANSI.sub('', why)}",
+            key="run.resume",
+            do="if you made this file yourself, add --trust-checkpoint; loading it then runs code from it",
+        ) from None

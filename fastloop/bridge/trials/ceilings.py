@@ -1,0 +1,282 @@
+"""Trainings with one cost taken away, to see how fast the rest is. For disposable processes only: nothing is undone.
+
+``replayed``     a few batches that were loaded before the first step, from host memory, again and again
+``resident``     the same on the device: no loader and no copy
+``no_exchange``  as ``replayed``, and ranks keep their gradients to themselves: against ``replayed`` it is the exchange
+                 alone. Against the run as it is it would also be the wait for ranks whose data comes later
+
+Loops, rungs, batch sizes and steps are those of the configuration; what is learned is worthless. Batches are taken from
+the loader as the rungs have it, so they are pinned, merged and fed ahead as in the training that they are a ceiling of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.staging import Staging
+from fastloop.bridge.fit import training
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.no_checkpoints import OnlyInside
+from fastloop.bridge.trials.sample_ledger import Ledger
+from fastloop.config.loading import Config
+from fastloop.errors import FastLoopError
+from fastloop.evidence import machine
+from fastloop.feeds.batch_tree import map_tensors, samples, tensors
+from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.feeds.lazy_loader import LazyLoader, StandIn
+
+Ceiling = Literal["replayed", "resident", "no_exchange"]
+
+FEWEST, MOST = 2, 8
+"""Batches to replay. One alone would stay in the processor's caches."""
+LOAD_S = 20.0
+"""After this time no more are loaded than the fewest."""
+MEMORY_SHARE = 1 / 32
+"""Share of the host's, and of the device's free memory that they may take, over the ranks of a machine."""
+
+
+def train(
+    config: Config,
+    out: Path,
+    variation: str,
+    *,
+    beat: Path | None = None,
+    hunt_syncs: bool = False,
+    ledger: bool = False,
+    further_steps: int = 0,
+    unsaved: Path | None = None,
+) -> FastLoop:
+    """One training as configured, or with one cost taken away. Checkpoint files outside of `out` are left alone.
+
+    Args:
+        variation: a Ceiling, or ``as_it_is``.
+        beat: the file that gets the step, see `heartbeat.py`.
+        ledger: write down which samples each optimizer step saw, see `sample_ledger.py`.
+        further_steps: that many more than configured; what is written down is the configuration.
+        unsaved: the file that says by being there that checkpoint files were left alone, see `no_checkpoints.py`.
+
+    Raises:
+        FastLoopError: as `training.train`, and where this training has no such cost or it cannot be taken away.
+    """
+
+    def prepare(trainer: Any, loop: FastLoop) -> None:
+        # Of the trial's own files, which are in the directory before the logger's.
+        warnings.filterwarnings("ignore", message=".*Experiment logs directory")
+        loop.hunt_syncs = hunt_syncs
+        trainer.fit_loop.epoch_loop.max_steps += further_steps
+        if beat is not None:
+            Beats.into(trainer, beat)
+        OnlyInside.into(trainer, out, unsaved)
+        take_away(trainer, variation)
+        if ledger:
+            Ledger.into(trainer, out)
+
+    return training.train(config, out, prepare=prepare)
+
+
+def take_away(trainer: Any, variation: str) -> None:
+    """Let a Trainer's next fit go without what this Ceiling is without; ``as_it_is`` changes nothing."""
+    if variation in ("replayed", "resident", "no_exchange"):
+        replay(trainer, on_device=variation == "resident")
+    if variation == "no_exchange":
+        trainer.callbacks.append(NoExchange())
+
+
+def replay(
+    trainer: Any,
+    *,
+    on_device: bool = False,
+    change: Callable[[list[Any]], list[Any]] | None = None,
+    count: Callable[[], int] | None = None,
+) -> None:
+    """Let a Trainer's next fit train on replayed batches.
+
+    Args:
+        change: what becomes of the batches before they are replayed.
+        count: how many, asked when the loader is there; None: a few, as memory and time allow.
+    """
+    trainer.strategy.process_dataloader = _Substitution(trainer, on_device, change, count)
+
+
+class Replay(StandIn):
+    """Stands in for a loader: as many batches an epoch as it has, but always the same few.
+
+    Args:
+        inner: the loader that the batches came from; whatever else is asked of it is answered by it.
+        given: what the Trainer was given, for a reload.
+        each: called with the number of the batch before it is handed out.
+    """
+
+    num_workers = 0
+    prefetch_factor = None
+
+    def __init__(
+        self,
+        inner: Any,
+        batches: list[Any],
+        *,
+        given: Any,
+        begin: Callable[[], None] = lambda: None,
+        each: Callable[[int], Any] = bool,
+    ) -> None:
+        self.inner, self.batches, self.given, self._begin, self._each = inner, batches, given, begin, each
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        length = read_facts.length(self.inner)
+        for number in itertools.count() if length is None else range(length):
+            self._each(number % len(self.batches))
+            yield _fresh(self.batches[number % len(self.batches)])
+
+
+class NoExchange(Callback):
+    """DDP that never synchronises: what ``no_sync()`` sets, for every backward. Buffers are then not broadcast either.
+
+    Source: torch/nn/parallel/distributed.py, ``require_backward_grad_sync``.
+    """
+
+    def __init__(self) -> None:
+        hear_only(self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        model = trainer.strategy.model
+        if trainer.world_size < 2 or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise FastLoopError(
+                got=f"{trainer.world_size} ranks of {type(trainer.strategy).__name__}",
+                why="there is no exchange of DDP's to leave out",
+                do="take this ceiling with DDP and two devices or more",
+            )
+        model.require_backward_grad_sync = False
+
+
+@dataclasses.dataclass
+class _Substitution:
+    """What the strategy answers when Lightning asks about a loader."""
+
+    trainer: Any
+    on_device: bool
+    change: Callable[[list[Any]], list[Any]] | None
+    count: Callable[[], int] | None
+
+    def __post_init__(self) -> None:
+        self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
+        """Batches and windows by the number of the loader: a reload loads nothing again."""
+        self._epoch, self._leaf = -1, -1
+        self._staging = Staging(self.trainer, self.trainer.strategy)
+
+    def __call__(self, dataloader: Any) -> Any:
+        strategy = self.trainer.strategy
+        given = dataloader.given if isinstance(dataloader, Replay) else dataloader
+        # By the class as it is now: FastLoop gives the strategy another one in its setup.
+        loader = type(strategy).process_dataloader(strategy, given)
+        if self.trainer.state.stage != "train":
+            return loader
+        if self.trainer.current_epoch != self._epoch:
+            self._epoch, self._leaf = self.trainer.current_epoch, -1
+        self._leaf += 1
+        return self._substitute(loader, given)
+
+    def _substitute(self, loader: Any, given: Any) -> Any:
+        feed = loader if isinstance(loader, DeviceFeed) else None
+        source = loader.inner if isinstance(loader, LazyLoader) else loader
+        sampler = _windows(self.trainer.strategy)
+        if self._leaf not in self._kept:
+            batches = _load(source, self._most) if self.count is None else _first(source, self.count())
+            sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
+            if self.change is not None:
+                batches = self.change(batches)
+            if self.on_device:
+                batches = [self._staged(batch, feed) for batch in batches[:FEWEST]]
+                if self.trainer.strategy.root_device.type == "cuda":
+                    torch.cuda.synchronize(self.trainer.strategy.root_device)
+            self._kept[self._leaf] = batches, sizes
+        batches, sizes = self._kept[self._leaf]
+        if not batches:
+            return loader  # the training will say so
+        hooks: dict[str, Any] = {}
+        if sampler is not None:  # the micro-batches ask how the samples of each merged batch were drawn
+            hooks = {"begin": sampler.sizes.clear, "each": lambda number: sampler.sizes.append(sizes[number])}
+        stands_in = Replay(source, batches, given=given, **hooks)
+        if feed is None or self.on_device:
+            return stands_in
+        feed.inner = stands_in
+        return feed
+
+    def _most(self, batch: Any) -> int:
+        """How many batches like this one may be kept."""
+        room = (machine.memory_bytes() or 2**32) * MEMORY_SHARE / max(1, self.trainer.num_devices)
+        size = sum(tensor.nbytes for tensor in tensors(batch))
+        return max(FEWEST, min(MOST, int(room // max(1, size))))
+
+    # -- on the device --------------------------------------------------------------------------------------------
+
+    def _staged(self, batch: Any, feed: DeviceFeed | None) -> Any:
+        """A batch as it is after its transfer; the user's hook after that runs at every step, as it does."""
+        trainer = self.trainer
+        if feed is not None:
+            return feed.stage(batch)
+        hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
+        if self._leaf > 0 and any(read_facts.find_hook_owner(trainer, hook) is not None for hook in hooks):
+            raise FastLoopError(
+                got="several train loaders with transfer hooks",
+                do="see the ceiling `replayed`",
+                why="the hooks expect the batches of all loaders at once",
+            )
+        self._staging.take_over_first_hook(lambda: trainer.state.stage == "train")
+        return self._staging.stage(batch)
+
+
+def _windows(strategy: Any) -> Any:
+    """The sampler that merges accumulation windows, if the batch rung is at work."""
+    loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
+    return None if loaders is None else loaders.windows
+
+
+def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
+    """The first few batches of a loader, without an epoch's short last one; its workers are gone afterwards."""
+    iterator, until = iter(source), time.monotonic() + LOAD_S
+    kept = list(itertools.islice(iterator, FEWEST))
+    ended = len(kept) < FEWEST
+    while not ended and len(kept) < most(kept[0]) and time.monotonic() < until:
+        another = list(itertools.islice(iterator, 1))
+        kept += another
+        ended = not another
+    ended = ended or read_facts.length(source) == len(kept)
+    if ended and len(kept) > 1 and (samples(kept[-1]) or 0) < (samples(kept[0]) or 0):
+        kept.pop()
+    _end_workers(source, iterator)
+    return kept
+
+
+def _first(source: Any, count: int) -> list[Any]:
+    """So many batches of a loader, or all of an epoch."""
+    iterator = iter(source)
+    kept = list(itertools.islice(iterator, count))
+    _end_workers(source, iterator)
+    return kept
+
+
+def _end_workers(source: Any, iterator: Any) -> None:
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+    if hasattr(source, "_iterator"):
+        source._iterator = None
+
+
+def _fresh(batch: Any) -> Any:
+    """The same tensors in new containers: a step may take members out of the batch it gets."""
+    try:
+        return map_tensors(batch, lambda tensor: tensor)
+    except Exception:  # a container that cannot be built from its members is handed out as it is
+        return batch

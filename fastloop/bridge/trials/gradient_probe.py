@@ -1,0 +1,291 @@
+"""The gradient of one optimizer step at the initial weights, compared with another arm's. For disposable processes.
+
+The base keeps what it needs in ``gradients.pt``: the weights it began with, the samples of its first optimizer step and
+their gradient. An arm trains one step from the same weights on the same samples, cut into batches as it cuts them, and
+says how far its gradient is from the base's. Dropout is off, kernels are deterministic where they can be, and each
+makes its step again, to tell a difference from one between any two times. The base makes it several times more: with
+other random numbers, for a step that draws some of its own; and from weights that are off by as much as a precision
+rounds, for what rounding alone does to this gradient. Behind ReLUs and BatchNorms that is 1e-2 for float32 and 0.3 for
+bfloat16, in a transformer 1e-6 and 1e-2, so one limit for all would be wrong.
+
+The gradient is the one before clipping, averaged over ranks and accumulated batches; where either arm clips, what the
+optimizer gets is looked at as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.micro_batches import get_loss
+from fastloop.bridge.apply.site import attribute
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.trials import ceilings, determinism, gradient_state
+from fastloop.bridge.trials.gradient_state import ROUNDING, STARTS, TWICE, Round, Start
+from fastloop.bridge.trials.heartbeat import hear_only
+from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
+from fastloop.config.loading import Config
+from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
+from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
+from fastloop.records import store
+
+MOST_STEPS = 40
+"""A loss scaler may take many steps to find a scale that float16 bears."""
+
+
+def measure(config: Config, out: Path, beat: Path | None, reference: Path | None) -> Mapping[str, Any]:
+    """The gradient of one optimizer step of a configuration, with all its rungs.
+
+    Args:
+        out: where the base keeps what arms are compared with.
+        beat: the file that gets the pulse, see `heartbeat.py`.
+        reference: the base's directory; None: be the base.
+
+    Returns:
+        What `GradientProbe.answer` holds, and ``rungs``: whether each enabled one took.
+
+    Raises:
+        FastLoopError: as `training.train`.
+    """
+    determinism.prepare()
+    made: list[Any] = []
+
+    def prepare(trainer: Any, loop: FastLoop) -> None:
+        made[:] = [GradientProbe.into(trainer, out, reference), loop]
+        made[0].leave = Measured
+
+    train_until_measured(config, beat, prepare)
+    probe, loop = made
+    return {**probe.answer, "rungs": {verdict.rung: verdict.took for verdict in loop.verdicts}}
+
+
+class GradientProbe(Callback):
+    """Takes the gradient of a Trainer's first optimizer step, and ends the fit.
+
+    Args:
+        out: the directory for ``gradients.pt``.
+        reference: the directory of the base's; None: be the base.
+    """
+
+    def __init__(self, out: Path, reference: Path | None = None) -> None:
+        self.out, self.reference = out, reference
+        self.leave: type[Exception] | None = None
+        """Ends the fit by this exception; without, by ``trainer.should_stop``, as a user's script expects it."""
+        self.answer: dict[str, Any] = {}
+        """On the first rank, after the fit: ``loss``, ``precision``, ``device`` and ``batches`` of the step,
+        ``elements`` and ``tensors`` of the gradient, ``finite``, ``rounds``; ``self_deviation`` from one time to the
+        next, ``deterministic`` if that is 0; ``clips``, how gradients are clipped. Of the base also
+        ``random_deviation`` with other random numbers, ``rounding`` by precision, and ``bytes`` of its file. Of an arm
+        what `gradient_distance.measure_deviation` says, ``base_loss``, ``weights_missing`` and ``weights_extra``.
+        ``why`` where there is nothing to compare."""
+        self.why: str | None = None
+        self._undo = contextlib.ExitStack()
+        self._known: dict[str, Any] = {}
+        self._kept: list[tuple[list[Any], list[Leaves]]] = []
+        self._weights: dict[str, torch.Tensor] = {}
+        self._rounds: list[Round] = []
+        self._round = Round()
+        self._step = self._steps = 0
+        self._clips: str | None = None
+        self._ended = False
+        hear_only(self, "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+
+    @classmethod
+    def into(cls, trainer: Any, out: Path, reference: Path | None = None) -> GradientProbe:
+        """Let a Trainer's next fit be one optimizer step. Before the fit, or in a callback's ``setup``."""
+        probe = cls(out, reference)
+        trainer.callbacks.append(probe)
+        trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+        ceilings.replay(trainer, change=probe.feed, count=lambda: trainer.accumulate_grad_batches)
+        return probe
+
+    # -- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._undo.enter_context(determinism.make_repeatable())
+        gradient_state.find_path(self.out, trainer.global_rank).unlink(missing_ok=True)
+        if self.reference is not None:
+            try:
+                self._known = gradient_state.read(self.reference, trainer.global_rank)
+            except Exception as error:
+                self.why = f"the base's gradient cannot be read: {type(error).__name__}: {error}"
+                return
+            if self._known["world_size"] != trainer.world_size:
+                self.why = f"the base has {self._known['world_size']} ranks, and this arm {trainer.world_size}"
+
+    def feed(self, batches: list[Any]) -> list[Any]:
+        """The batches of a train loader to train on: its own, or the base's samples in its sizes."""
+        number = len(self._kept)
+        if self.reference is not None and self.why is None:
+            try:
+                theirs = regroup(batches, self._known["batches"][number])
+                batches = [*theirs, *batches[len(theirs) :]]  # what comes after them is not used
+            except (CannotRegroup, IndexError) as error:
+                self.why = f"the base's samples do not go into this arm's batches: {error}"
+        self._kept.append((batches, [copy_tensors(batch) for batch in batches]))
+        return batches
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not read_facts.run_facts(trainer, trainer.strategy).plain_gradients:
+            self.why = f"{type(trainer.strategy).__name__} keeps no whole gradients in the parameters"
+        determinism.make_deterministic()
+        self._undo.callback(determinism.switch_off_dropout(pl_module))
+        theirs = self._known.get("weights", {})
+        own = gradient_state.copy_state(pl_module)
+        if odd := [name for name in own if name in theirs and own[name].shape != theirs[name].shape]:
+            self.why = f"the base's {odd[0]} has another shape"
+        if theirs:
+            self.answer["weights_missing"] = [name for name in theirs if name not in own]
+            self.answer["weights_extra"] = [name for name in own if name not in theirs]
+        self._weights = own if self.why is not None else {**own, **theirs}
+        self._clips = _clips(trainer, pl_module)
+        if pl_module.automatic_optimization:
+            clip = functools.partial(self._clip, trainer, pl_module, pl_module.configure_gradient_clipping)
+            self._undo.enter_context(attribute(pl_module, "configure_gradient_clipping", clip))
+        # However few steps or epochs were asked for, there are as many as it takes. Schedules are made by now.
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+        self._step = trainer.global_step
+        self._again(pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._round.batches:
+            self._round.begins = batch_idx
+            determinism.seed_everything(self._round.start.seed)
+        self._round.batches += 1
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not pl_module.automatic_optimization:
+            self._round.gradient |= gradient_state.copy_gradient(trainer, pl_module, optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (loss := get_loss(outputs)) is not None:
+            self._round.loss = (self._round.loss or 0.0) + float(loss)
+        self._refresh()
+        if trainer.global_step == self._step or self._ended:
+            return
+        self._step, done = trainer.global_step, self._round
+        self._steps += 1
+        if self._counts(trainer, done):
+            self._rounds.append(done)
+        self._again(pl_module)
+        if len(self._rounds) == len(self._starts) or self._steps >= MOST_STEPS:
+            self._end(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if not self._ended and stage == "fit" and self._rounds:
+            self._conclude(trainer)
+        self._undo.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._undo.close()
+
+    # -- a round --------------------------------------------------------------------------------------------------
+
+    @property
+    def _starts(self) -> tuple[Start, ...]:
+        return STARTS if self.reference is None else TWICE
+
+    def _again(self, module: Any) -> None:
+        """Back to the beginning: weights, buffers, random numbers."""
+        starts = self._starts
+        self._round = Round(starts[min(len(self._rounds), len(starts) - 1)])
+        self._round.start.set(module, self._weights)
+
+    def _refresh(self) -> None:
+        """On the CPU a step works on the very tensors that are replayed, and may have changed them."""
+        with torch.no_grad():
+            for batches, copies in self._kept:
+                for batch, leaves in zip(batches, copies, strict=True):
+                    for tensor, kept in zip(tensors(batch), leaves, strict=True):
+                        if tensor.device.type == "cpu" and not torch.equal(tensor, kept):
+                            tensor.copy_(kept)
+
+    def _clip(self, trainer: Any, module: Any, original: Any, optimizer: Any, *args: Any, **named: Any) -> None:
+        """After every hook that may change a gradient, and around the clipping."""
+        self._round.gradient = gradient_state.copy_gradient(trainer, module, optimizer)
+        original(optimizer, *args, **named)
+        if self._clips:
+            self._round.clipped = gradient_state.copy_gradient(trainer, module, optimizer)
+
+    def _counts(self, trainer: Any, done: Round) -> bool:
+        """Whether this step was made of the first batches, and of as many as the first such step."""
+        if self._kept and done.begins % len(self._kept[0][0]):
+            return False
+        if self._rounds and done.batches != self._rounds[0].batches:
+            return False
+        scaled = getattr(trainer.strategy.precision_plugin, "scaler", None) is not None
+        return is_finite(done.gradient) or not scaled or self._steps >= MOST_STEPS
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _end(self, trainer: Any) -> None:
+        self._conclude(trainer)
+        if self.leave is not None:
+            raise self.leave
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0
+        trainer.should_stop = True
+
+    def _conclude(self, trainer: Any) -> None:
+        self._ended = True
+        first = self._rounds[0] if self._rounds else self._round
+        apart = {
+            each.start.name: measure_deviation(first.gradient, each.gradient)["deviation"] for each in self._rounds[1:]
+        }
+        device, own = trainer.strategy.root_device.type, apart.get("again")
+        self.answer |= {
+            "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
+            "loss": first.loss,
+            "precision": gradient_state.find_precision(trainer, trainer.lightning_module),
+            "device": device,
+            "elements": sum(tensor.numel() for tensor in first.gradient.values()),
+            "tensors": len(first.gradient),
+            "batches": first.batches,
+            "finite": is_finite(first.gradient),
+            "rounds": len(self._rounds),
+            "self_deviation": own,
+            "deterministic": None if own is None else own == 0,
+            "clips": self._clips,
+        }
+        if self.reference is None:
+            self.answer |= {
+                "random_deviation": apart.get("random"),
+                "bytes": self._save(trainer, first),
+                "rounding": {name: apart.get(name) for name in ROUNDING},
+            }
+        elif self.answer["why"] is None and trainer.is_global_zero:
+            self.answer |= self._compared(first)
+
+    def _save(self, trainer: Any, first: Round) -> int:
+        """Keep what arms are compared with, and say its size."""
+        batches = [[copies[n % len(copies)] for n in range(first.batches)] for _, copies in self._kept if copies]
+        content: dict[str, Any] = {"schema": store.SCHEMA, "world_size": trainer.world_size, "batches": batches}
+        if trainer.is_global_zero:
+            content |= {"weights": self._weights, "loss": first.loss}
+            content |= {"gradient": first.gradient, "clipped": first.clipped}
+        return gradient_state.save(self.out, trainer.global_rank, content)
+
+    def _compared(self, first: Round) -> dict[str, Any]:
+        """This gradient against the base's: before clipping, or as the optimizer gets it where that is further off."""
+        found = measure_deviation(self._known["gradient"], first.gradient)
+        if self._known["clipped"] or first.clipped:  # an optimizer like AdamW hides from the loss what clipping scales
+            given = measure_deviation(
+                self._known["clipped"] or self._known["gradient"], first.clipped or first.gradient
+            )
+            found = max(found, given, key=lambda each: each["deviation"])
+        return {**found, "base_loss": self._known["loss"]}
+
+
+def _clips(trainer: Any, module: Any) -> str | None:
+    """How gradients are clipped; None: not at all."""
+    if read_facts.overrides(module, "configure_gradient_clipping"):
+        return "in configure_gradient_clipping"
+    limit, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    return f"by {getattr(how, 'value', how) or 'norm'} to {limit:g}" if limit else None

@@ -1,0 +1,137 @@
+"""One and the same optimizer step, made several times from slightly different beginnings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.trials import determinism
+from fastloop.bridge.watch import measurement
+
+ROUNDING = {"fp32": 2.0**-20, "tf32": 2.0**-11, "bf16": 2.0**-8}
+"""Relative errors of weights that stand for a precision's. A float32 sum of some hundred products is off by more than
+one rounding; the others add up in float32."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a round begins."""
+
+    name: str
+    seed: int = 0
+    error: float = 0.0
+    """Relative, of every parameter."""
+
+    def set(self, module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        """Bring parameters, buffers and random streams there."""
+        determinism.seed_everything(self.seed)
+        parameters = {strip_name(name) for name, _ in module.named_parameters()}
+        with torch.no_grad():
+            for name, tensor in iterate_named(module):
+                own = weights.get(name)
+                if own is not None and self.error and name in parameters and own.is_floating_point():
+                    own = own * (1 + self.error * torch.randn_like(own))
+                if own is not None:
+                    tensor.copy_(own)
+        determinism.seed_everything(self.seed)
+
+
+TWICE = (Start("first"), Start("again"))
+STARTS = (*TWICE, Start("random", seed=1), *(Start(name, error=error) for name, error in ROUNDING.items()))
+
+
+@dataclass
+class Round:
+    """What came of one."""
+
+    start: Start = TWICE[0]
+    batches: int = 0
+    begins: int = 0
+    """batch_idx of its first batch."""
+    loss: float | None = None
+    gradient: dict[str, Any] = field(default_factory=dict)
+    clipped: dict[str, Any] = field(default_factory=dict)
+
+
+# Weights and gradients of a module by name, on the host, and the file in which a trial leaves them for another.
+
+FILE = "gradients.pt"
+
+
+def find_path(folder: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / (FILE if rank == 0 else f"gradients-{rank}.pt")
+
+
+def save(folder: Path, rank: int, content: Mapping[str, Any]) -> int:
+    """Write tensors and plain values, whole or not at all; the size in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = find_path(folder, rank)
+    partial = whole.with_name(f".{whole.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(dict(content), partial)
+        partial.replace(whole)
+    finally:
+        partial.unlink(missing_ok=True)  # there only where the disk is full
+    return whole.stat().st_size
+
+
+def read(folder: Path, rank: int) -> dict[str, Any]:
+    """What the first rank of another trial kept, with this rank's batches. Loading runs no code.
+
+    Raises:
+        OSError, pickle.UnpicklingError: there is no such file, or it holds something else.
+    """
+    known: dict[str, Any] = torch.load(find_path(folder, 0), map_location="cpu", weights_only=True)
+    if rank and find_path(folder, rank).is_file():
+        known["batches"] = torch.load(find_path(folder, rank), map_location="cpu", weights_only=True)["batches"]
+    return known
+
+
+def iterate_named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, but for those that do not know their shape yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not torch.nn.parameter.is_lazy(tensor):
+            yield strip_name(name), tensor.detach()
+
+
+def strip_name(name: str) -> str:
+    """A name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def copy_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in iterate_named(module)}
+
+
+def copy_gradient(trainer: Any, module: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copies of the gradients that an optimizer is about to use, without the factor of a loss scaler."""
+    owned = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
+    # A fused optimizer divides by the scale itself, in its step.
+    scale = scaler.get_scale() if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1
+    return {
+        strip_name(name): each.grad.detach().to("cpu", copy=True) / scale
+        for name, each in module.named_parameters()
+        if each.grad is not None and id(each) in owned
+    }
+
+
+def find_precision(trainer: Any, module: torch.nn.Module) -> str:
+    """The coarsest arithmetic that a training may use, as `parity.TAU` calls it."""
+    name = str(trainer.strategy.precision_plugin.precision)
+    if "bf16" in name or any(read_facts.read_module(module)["autocasts"]):
+        return "bf16"
+    if "16" in name or "64" in name:
+        return "fp16" if "16" in name else "fp64"
+    products, convolutions = measurement.read_tf32()
+    convolves = any(isinstance(part, torch.nn.modules.conv._ConvNd) for part in module.modules())
+    on_cuda = trainer.strategy.root_device.type == "cuda"
+    return "tf32" if on_cuda and (products or (convolutions and convolves)) else "fp32"

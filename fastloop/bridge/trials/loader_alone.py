@@ -1,0 +1,253 @@
+"""How fast a train loader is on its own. For disposable processes only.
+
+The Trainer is set up as for a fit, rungs and ranks included, and stopped right before the first step: until then its
+loader is asked for one batch after the other, as its loop would, and nothing is done with them. What a device feed
+copies is copied. Alone, a loader has all CPUs to itself: a training can only be slower than this.
+
+Several numbers of workers are measured one after the other in one process, each with a Trainer of its own: what takes
+the time of a trial is the start of Python, torch and the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.fit import training
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
+from fastloop.bridge.watch import loader_state
+from fastloop.config.loading import Config
+from fastloop.errors import FastLoopError
+from fastloop.evidence import loader_queue
+from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.ladder import cards
+
+LEAST_S = 3.0
+"""A window lasts at least this long, …"""
+MOST_S = 20.0
+"""… and at most this long; so does what has to pass before it."""
+FEWEST = 3
+"""Batches of a window; with queues, twice what they hold at least."""
+FASTER = 0.9
+"""Of the time with the count before: one that needs more than this share of it is no faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What was handed out in a while, on one rank."""
+
+    batches: int
+    samples: int | None
+    batch_size: int | None
+    """Median."""
+    seconds: float
+    made: float
+    """Batches that were made in that time: those that lay ready before it are no work of it."""
+    drained: bool
+    """As many batches as the queues hold had passed before, and what lay ready at both ends is known."""
+
+    @property
+    def too_short(self) -> bool:
+        return not self.drained or self.batches < FEWEST
+
+
+def measure(
+    config: Config, beat: Path | None, counts: Sequence[int] = (), enough_ms: float | None = None
+) -> Mapping[str, Any]:
+    """How fast the train loader of a configuration is where nobody computes. Trains nothing and writes no files.
+
+    Args:
+        beat: the file that gets the pulse, see `beats.py`.
+        counts: numbers of workers, ascending, to measure one after the other; empty: the loader as it is.
+        enough_ms: no further count is tried after one with which the slowest rank takes less for a step; nor after one
+            that is no faster than the one before.
+
+    Returns:
+        With `counts`, ``counts``: an answer for each that was measured, with its ``count``; and the ``inactive`` of the
+        first. Else the answer:
+        ``samples_per_s`` over all ranks, which load at the same time; of this rank ``ms_per_batch``, ``ms_per_step``
+        (all batches of an optimizer step), ``batches`` in ``seconds``, ``workers`` and ``batch_size``;
+        ``queue_drained``: no batch that was made before is counted; ``window_too_short``; ``inactive``: the rungs that
+        do not apply, and why.
+
+    Raises:
+        FastLoopError: as `training.train`; or this Lightning does not show its train loader.
+    """
+    if not counts:
+        return _alone(config, beat, goes_on=False).found
+    found: list[dict[str, Any]] = []
+    before_ms = math.inf
+    tunables = ((name, card.tunes) for name, card in cards().items() if card.tunes is not None)
+    name, field = next((name, tunable.field) for name, tunable in tunables if tunable.trained == "loader")
+    for count in counts:
+        rung = dataclasses.replace(getattr(config.ladder, name), **{"enabled": True, field: count})
+        ladder = dataclasses.replace(config.ladder, **{name: rung})
+        alone = _alone(dataclasses.replace(config, ladder=ladder), beat, goes_on=True)
+        found.append({"count": count, **alone.found})
+        ms, last_ms, before_ms = alone.slowest_ms, before_ms, alone.slowest_ms
+        if ms < (enough_ms or 0.0) or ms > FASTER * last_ms or name in alone.found["inactive"]:
+            break
+        del alone
+        gc.collect()  # the Trainer before, its model and its batches
+    return {"counts": found, "inactive": found[0]["inactive"]}
+
+
+def _alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
+    """The loader of one configuration; `goes_on`: another may follow in this process."""
+    alone = _Alone(goes_on=goes_on)
+
+    def prepare(trainer: Any, loop: FastLoop) -> None:
+        alone.loop = loop
+        trainer.callbacks.append(alone)
+
+    train_until_measured(config, beat, prepare)
+    return alone
+
+
+class _Alone(Callback):
+    """Takes batches from the loader that is ready for the first step."""
+
+    def __init__(self, *, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
+        self.found: dict[str, Any] = {}
+        self.slowest_ms = math.inf
+        """For the batches of an optimizer step, on the rank that takes longest: all ranks have to decide alike."""
+        self.loop: FastLoop | None = None
+        hear_only(self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        combined = getattr(trainer.fit_loop, "_combined_loader", None)  # there is no public way to it
+        if combined is None or not hasattr(type(combined), "__next__"):
+            raise FastLoopError(
+                got=f"{type(combined).__name__} as the train loader",
+                do="use Lightning 2.5 or 2.6",
+                why="this version of Lightning does not hand out its batches",
+            )
+        beats = [each for each in trainer.callbacks if isinstance(each, Beats)]
+
+        def pulse() -> None:
+            for each in beats:
+                each.on_train_batch_end(trainer, pl_module, None, None, 0)
+
+        trainer.strategy.barrier("fastloop loads")  # ranks compete for the CPUs, so they begin and end together
+        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse))
+        own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
+        self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
+        trainer.strategy.barrier("fastloop has loaded")
+        if self.goes_on:  # a fit that raises ends the ranks it started, see `ending.py`; these begin the next one too
+            getattr(trainer.strategy.launcher, "procs", []).clear()
+        raise Measured
+
+    def _answer(self, trainer: Any, seen: Window) -> dict[str, Any]:
+        ms = 1e3 * seen.seconds / seen.made if seen.made > 0 else None
+        rate = seen.samples / seen.batches * seen.made / seen.seconds * trainer.world_size if seen.samples else None
+        steps = () if self.loop is None else self.loop.plan.steps
+        return {
+            "samples_per_s": rate,
+            "ms_per_batch": ms,
+            "ms_per_step": None if ms is None else ms * trainer.accumulate_grad_batches,
+            "batches": seen.batches,
+            "seconds": seen.seconds,
+            "batch_size": seen.batch_size,
+            "workers": sum(
+                int(getattr(loader, "num_workers", 0) or 0) for loader in loader_state.find_loaders(trainer)
+            ),
+            "queue_drained": seen.drained,
+            "window_too_short": seen.too_short,
+            "inactive": {step.rung: step.reason for step in steps if step.status == "skipped"},
+        }
+
+
+def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
+    """Take batches until what the queues held at first is out, and then for the time to be measured.
+
+    Args:
+        take: gives the next batch.
+        pulse: called with every batch, as a sign of life.
+    """
+    held = loader_state.count_queued_batches(trainer)
+    passed = _pass(take, max(1, held), pulse)
+    sizes: list[int | None] = []
+    _settle(trainer)
+    before, begun = ready(trainer), time.perf_counter()
+    while True:
+        sizes.append(samples(take()))
+        pulse()
+        spent = time.perf_counter() - begun
+        enough = spent >= (LEAST_S if held else LEAST_S / 3) and len(sizes) >= max(FEWEST, 2 * held)
+        if enough or spent >= MOST_S:
+            break
+    _settle(trainer)
+    seconds, after = time.perf_counter() - begun, ready(trainer)
+    known = [size for size in sizes if size is not None]
+    made: float = len(sizes)
+    if before is not None and after is not None:
+        made += after - before
+    return Window(
+        batches=len(sizes),
+        samples=sum(known) if len(known) == len(sizes) else None,
+        seconds=seconds,
+        batch_size=int(statistics.median(known)) if known else None,
+        made=made,
+        drained=passed >= held and before is not None and after is not None,
+    )
+
+
+def _pass(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> int:
+    """Take batches without counting them, as many as wanted or as time allows; how many it were."""
+    end = time.perf_counter() + MOST_S
+    for number in range(wanted):
+        if number and time.perf_counter() > end:
+            return number
+        take()
+        pulse()
+    return wanted
+
+
+def _batches(combined: Any) -> Callable[[], Any]:
+    """Gives batch after batch, epoch after epoch, from the iterator that Lightning made for its loop."""
+
+    def take() -> Any:
+        for _ in range(2):
+            try:
+                return next(combined)[0]
+            except StopIteration:
+                iter(combined)
+        raise training.nothing_to_train("a train loader without batches")
+
+    return take
+
+
+def ready(trainer: Any) -> int | None:
+    """Batches that workers have made and nobody has taken yet; None where that cannot be read.
+
+    Not what `queue.batches_owed` leaves of a queue's length: near the end of an epoch less is asked for than it holds.
+    """
+    if not loader_state.count_queued_batches(trainer):
+        return 0
+    counts = [
+        loader_queue.batches_ready(each)
+        for each in loader_state.find_iterators(trainer)
+        if loader_queue.live_workers(each) is not None
+    ]
+    return sum(count or 0 for count in counts) if counts and None not in counts else None
+
+
+def _settle(trainer: Any) -> None:
+    """Let the copies that were begun end."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda" and any(isinstance(loader, DeviceFeed) for loader in loader_state.find_loaders(trainer)):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,138 @@
+"""Checkpoints of a run that is one of many: not written, so that those of the user's real run stay as they are.
+
+A script saves where it always does. In an experiment it would overwrite its real checkpoints, delete old ones to make
+room for worthless ones, and begin its next run from what the last one left. So whatever Lightning does to checkpoint
+files leaves them alone, for every caller: ModelCheckpoint, other callbacks, ``trainer.save_checkpoint`` in a hook or
+after the fit. What goes into a checkpoint is still gathered, with all hooks; only the time of writing is missing.
+
+A configuration's trial has a directory of its own, in which a checkpoint is in nobody's way: there it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.fit import training
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.config.loading import Config, WatchSettings
+from fastloop.errors import FastLoopError
+
+SCRATCH = (".lr_find_", ".scale_batch_size_")
+"""Files that Lightning's Tuner makes for itself, reads back and deletes. Source: tuner/lr_finder.py, ``_lr_find``, and
+tuner/batch_size_scaling.py, ``_scale_batch_size``."""
+
+
+class LeavesAlone:
+    """Stands in for a method that changes checkpoint files, and does so for scratch files only.
+
+    Args:
+        held_back: called in place of the method.
+        inside: a directory below which files are changed as ever.
+    """
+
+    def __init__(self, original: Callable[..., Any], held_back: Callable[[], None], inside: Path | None = None) -> None:
+        self._original, self._held_back = original, held_back
+        self._inside = None if inside is None else inside.resolve()
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        paths = [Path(each) for each in (*args, *named.values()) if isinstance(each, (str, os.PathLike))]
+        if any(path.name.startswith(SCRATCH) for path in paths) or self._are_inside(paths):
+            return self._original(*args, **named)
+        self._held_back()
+        return None
+
+    def _are_inside(self, paths: Sequence[Path]) -> bool:
+        where = self._inside
+        return where is not None and bool(paths) and all(path.resolve().is_relative_to(where) for path in paths)
+
+
+class OnlyInside(Callback):
+    """Lets a trial leave checkpoint files alone, but for those below a directory.
+
+    Args:
+        inside: None: for all of them.
+        marker: the file that says by being there that some were left alone.
+    """
+
+    def __init__(self, inside: Path | None, marker: Path | None = None) -> None:
+        self.inside, self.marker = inside, marker
+        hear_only(self)
+
+    @classmethod
+    def into(cls, trainer: Any, inside: Path | None, marker: Path | None = None) -> None:
+        """Before the fit. It is the first whose ``setup`` is called; by then the model's own callbacks are there."""
+        trainer.callbacks.insert(0, cls(inside, marker))
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        keep_back(trainer, self._mark, self.inside)
+
+    def _mark(self) -> None:
+        if self.marker is not None:
+            with contextlib.suppress(OSError):  # a full disk; the training may still end
+                self.marker.touch()
+
+
+def keep_back(trainer: Any, held_back: Callable[[], None], inside: Path | None = None) -> None:
+    """Let a Trainer leave checkpoint files alone from now on. In a callback's ``setup``; again, it changes nothing.
+
+    Args:
+        held_back: called whenever something would have been written or deleted.
+        inside: a directory whose files it may write and delete.
+
+    Raises:
+        FastLoopError: it cannot be kept from it. Rather no run than one that overwrites.
+    """
+    links = [(each, "_link_checkpoint") for each in trainer.callbacks]  # save_last="link" deletes what it replaces
+    for owner, name in [(trainer.strategy, "save_checkpoint"), (trainer.strategy, "remove_checkpoint"), *links]:
+        method = getattr(owner, name, None)
+        if method is None or isinstance(method, LeavesAlone):
+            continue
+        try:
+            setattr(owner, name, LeavesAlone(method, held_back, inside))
+        except Exception as error:
+            raise FastLoopError(
+                got=f"{name} of {type(owner).__name__}",
+                why=f"it cannot be kept from writing: {error}",
+                do="take checkpoints out of this training for the comparison",
+            ) from error
+
+
+class Measured(Exception):
+    """Ends a fit that has measured what it is for, without what follows a regular end: checkpoints, schedulers that
+    miss a metric, epoch hooks. Not by ``should_stop``, which ``min_steps`` overrules."""
+
+
+def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[Any, FastLoop], None]) -> None:
+    """Train until something raises `Measured`. Nothing is resumed, watched, logged or written.
+
+    Args:
+        beat: the file that gets the pulse, see `heartbeat.py`.
+        prepare: called right before the fit, in every rank.
+
+    Raises:
+        FastLoopError: as `training.train`.
+    """
+
+    def prepare_trial(trainer: Any, loop: FastLoop) -> None:
+        if beat is not None:
+            Beats.into(trainer, beat)
+        OnlyInside.into(trainer, None)
+        prepare(trainer, loop)
+
+    silent = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    bare = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, resume=None),
+        watch=WatchSettings(enabled=False),
+        trainer={**config.trainer, **silent},
+    )
+    with contextlib.suppress(Measured):
+        training.train(bare, None, prepare=prepare_trial)

@@ -1,0 +1,220 @@
+"""The callback that ``fastloop exec`` and ``ab --script`` put into the Trainers of one command, and into no others.
+
+Lightning asks entry points for callbacks whenever it makes a Trainer; ``commands/execute.py`` declares one on the path
+of that command alone. What comes of it is no FastLoop but its keeper. The first fit that trains gets a FastLoop, unless
+the script has one. All other fits are only counted, and what never fits is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+from fastloop.bridge import namespaces
+from fastloop.bridge.fail_open import disabled, fail_open
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.trials import ceilings, determinism, no_checkpoints
+from fastloop.bridge.trials.gradient_probe import GradientProbe
+from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.sample_ledger import Ledger
+from fastloop.config.loading import from_callback
+from fastloop.records import store
+from fastloop.records.trial import ScriptEvent, ScriptOrders
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = namespaces.callback_class()
+
+ORDERS = "FASTLOOP_EXEC"
+"""The variable that names the file of the orders. It exists for one command only."""
+ANSWER, GRADIENTS = "answer.json", "gradients"
+EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
+"""Beside the orders: what happened, whose fit is the measured one, and that it has trained a step or is about to."""
+
+
+def callbacks() -> list[Any]:
+    """What Lightning adds to a Trainer of this process: nothing without orders."""
+    path = Path(os.environ.get(ORDERS) or os.devnull)
+    if disabled() or not path.is_file():
+        return []
+    orders = store.load(path, ScriptOrders)
+    assert orders is not None, path
+    if orders.stacks:
+        _stacks_on_request()
+    if orders.variation == GRADIENTS:
+        determinism.prepare()
+    keeper = Injected(orders, path.parent)
+    if not getattr(rank_zero_only, "rank", 0):
+        keeper.note("constructed")
+    return [keeper]
+
+
+def fabric() -> list[Any]:
+    """What Lightning adds to a Fabric: nothing. It has no loop to watch, and that can then be said."""
+    path = Path(os.environ.get(ORDERS) or os.devnull)
+    if path.is_file() and not getattr(rank_zero_only, "rank", 0):
+        _note(path.parent, "fabric")
+    return []
+
+
+def _stacks_on_request() -> None:
+    """Let SIGUSR2 write where each thread stands, if the script has no use of its own for that signal."""
+    with contextlib.suppress(ValueError, OSError, RuntimeError):
+        if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+
+
+class Injected(Callback):
+    """Gives a Trainer its FastLoop for the one fit that is measured.
+
+    Args:
+        place: the directory of the orders.
+    """
+
+    def __init__(self, orders: ScriptOrders, place: Path) -> None:
+        self.orders, self.place = orders, place
+        self.off = False
+        self._guests: list[Any] = []
+        self._began = self._unsaved = False
+        hear_only(self)
+
+    # -- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    @fail_open
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.orders.disposable:
+            no_checkpoints.keep_back(trainer, partial(self._held_back, trainer))
+        if stage != "fit":  # what was applied for the fit counts for its evaluation, as with a FastLoop of the script's
+            return
+        self._evict(trainer)
+        self._began = False
+        own = any(isinstance(each, FastLoop) for each in trainer.callbacks)
+        chosen = not own and self._is_the_one(trainer)
+        if trainer.is_global_zero:
+            self.note("yielded" if own else "fit", measured=chosen)
+        if chosen:
+            self._invite(trainer)
+
+    @fail_open
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._began = True
+        if (most := self.orders.max_steps) is not None:
+            # Not before: optimizers and schedules are made by now, for the steps of the real training, and a checkpoint
+            # has set the steps done. max_steps ends a fit whatever min_steps and min_epochs say, and without the
+            # further validation that should_stop brings.
+            loop, last = trainer.fit_loop.epoch_loop, trainer.global_step + most
+            loop.max_steps = last if loop.max_steps in (None, -1) else min(loop.max_steps, last)
+        if trainer.is_global_zero:
+            if self._guests:
+                (self.place / TRAINED).touch()
+            self.note("fit_began", measured=bool(self._guests), step=trainer.global_step)
+
+    @fail_open
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        if self._began:
+            self.note("fit_ended", measured=bool(self._guests), step=trainer.global_step)
+        elif self._guests:  # a search for a learning rate, say: the fit comes later, maybe in another process
+            (self.place / CLAIM).unlink(missing_ok=True)
+
+    @fail_open
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if trainer.state.fn == "fit":
+            self.note(
+                "exception",
+                rank=trainer.global_rank,
+                step=trainer.global_step,
+                began=self._began,
+                measured=bool(self._guests),
+                why=_describe(exception),
+            )
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def note(self, event: str, **more: Any) -> None:
+        """Tell the command that gave the orders."""
+        _note(self.place, event, **more)
+
+    def stop_watching(self, why: str) -> None:
+        """An error of ours is no end of somebody's training."""
+        self.note("gave_up", why=why)
+        rank_zero_warn(f"fastloop stays out of this run: {why}")
+
+    def _held_back(self, trainer: Any) -> None:
+        if trainer.is_global_zero and not self._unsaved:
+            self._unsaved = True
+            self.note("unsaved")
+
+    def _is_the_one(self, trainer: Any) -> bool:
+        """Whether this fit is the first that trains, in whichever process of the command.
+
+        All ranks of a fit find the same: the first of them says that it trains when the others have asked, for there is
+        a barrier after the setup. Source: trainer/call.py, ``_call_setup_hook``.
+        """
+        if (self.place / TRAINED).exists():
+            return False
+        alone = f"process {os.getpid()}"
+        group = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+        mine, claim = self.place / f"{CLAIM}-{os.getpid()}", self.place / CLAIM
+        mine.write_text(alone if trainer.world_size == 1 else " ".join(group))
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, claim)  # whole or not at all
+        return claim.read_text() == mine.read_text()
+
+    def _invite(self, trainer: Any) -> None:
+        """Put in what this fit is to have. Lightning sets up what stands behind this callback right after it."""
+        before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
+        config, _ = from_callback(self.orders.config)
+        loop = FastLoop.of(config, out=out, quiet=True)
+        try:
+            ceilings.take_away(trainer, self.orders.variation)
+            if self.orders.variation == GRADIENTS:
+                reference = None if self.orders.reference is None else Path(self.orders.reference)
+                probe = GradientProbe.into(trainer, out, reference)
+                trainer.callbacks.append(_Answers(probe, loop, out))
+            if self.orders.ledger:
+                Ledger.into(trainer, out)
+            after = next(index for index, each in enumerate(trainer.callbacks) if each is self) + 1
+            trainer.callbacks[after:after] = [loop, *([Beats(Path(beat))] if beat else [])]
+        finally:
+            self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
+
+    def _evict(self, trainer: Any) -> None:
+        """The guests were for one fit; a further one of the same Trainer is none of ours."""
+        trainer.callbacks[:] = [each for each in trainer.callbacks if not any(each is guest for guest in self._guests)]
+        self._guests = []
+
+
+class _Answers(Callback):
+    """Writes down what the gradients came to, once they have."""
+
+    def __init__(self, probe: GradientProbe, loop: FastLoop, out: Path) -> None:
+        self.probe, self.loop, self.out = probe, loop, out
+        hear_only(self)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.is_global_zero and self.probe.answer:
+            rungs = {verdict.rung: verdict.took for verdict in self.loop.verdicts}
+            content = {"schema": store.SCHEMA, **self.probe.answer, "rungs": rungs}
+            store.write(self.out, {ANSWER: store.dump(content)})
+
+
+def _describe(exception: BaseException) -> str:
+    text = " ".join(str(exception).split())
+    return f"{type(exception).__name__}: {text}" if text else type(exception).__name__
+
+
+def _note(place: Path, event: str, **more: Any) -> None:
+    line = json.dumps(store.to_json(ScriptEvent(event=event, **more)))
+    with contextlib.suppress(OSError), (place / EVENTS).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")

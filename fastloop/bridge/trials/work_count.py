@@ -1,0 +1,98 @@
+"""The work of one sample, counted on the model as the user wrote it: eager, no rungs, two samples. For disposable
+processes: see `ceilings.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.fit import training
+from fastloop.bridge.fit.callback import FastLoop
+from fastloop.bridge.trials import ceilings
+from fastloop.bridge.trials.heartbeat import Beats
+from fastloop.bridge.trials.no_checkpoints import OnlyInside
+from fastloop.config.loading import Config, WatchSettings
+from fastloop.errors import FastLoopError
+from fastloop.evidence.gpu import measured_rates as measured
+from fastloop.evidence.model.flops import FlopCount
+from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.splitting import CannotSplit, cut
+
+FEW = 2
+"""Samples to count on. Not one: a BatchNorm after pooling needs more."""
+
+
+def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
+    """One step of the bare model on a few samples; the work as ``Measurement.flops`` has it.
+
+    Args:
+        config: one step of it, see `Job.counted`; its rungs are left out.
+
+    Raises:
+        FastLoopError: not one step was made.
+    """
+    counting = _Counting()
+
+    def prepare(trainer: Any, _: FastLoop) -> None:
+        if beat is not None:
+            Beats.into(trainer, beat)
+        OnlyInside.into(trainer, None)
+        ceilings.replay(trainer, change=lambda batches: [_few(batch) for batch in batches[:1]])
+        trainer.callbacks.append(counting)
+
+    bare = dataclasses.replace(config, ladder=type(config.ladder)(), watch=WatchSettings(enabled=False), strict=False)
+    # Whatever the user compiles runs as written: under a dispatch mode torch.compile would give up anyway.
+    with torch.compiler.set_stance("force_eager"):
+        training.train(bare, None, prepare=prepare)
+    return counting.count.per(counting.samples or 0, f"a trial, eager, {counting.samples} samples")
+
+
+def measure_rates() -> Mapping[str, Any]:
+    """What this machine's first GPU does, measured here and now."""
+    if not torch.cuda.is_available():
+        raise FastLoopError(got="no CUDA device", why="there is no rate to measure", do="measure on a GPU")
+    return dataclasses.asdict(measured.measure(torch.device("cuda", torch.cuda.current_device())))
+
+
+class _Counting(Callback):
+    """Counts from the first batch's start to its backward's end; under manual optimization to the batch's end."""
+
+    def __init__(self) -> None:
+        self.count = FlopCount()
+        self.samples: int | None = None
+        self._open: contextlib.ExitStack | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.samples is None:
+            self.samples, self._open = samples(batch), contextlib.ExitStack()
+            self._open.enter_context(self.count)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if pl_module.automatic_optimization:
+            self._end()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._end()
+        trainer.should_stop = True  # and not max_steps: schedules are made for as many steps as there are
+
+    def on_exception(self, *_: Any) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+def _few(batch: Any) -> Any:
+    """The first samples of a batch, or all of them where it cannot be cut."""
+    try:
+        return cut(batch, FEW)[0].batch
+    except CannotSplit:
+        return batch

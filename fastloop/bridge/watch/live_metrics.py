@@ -1,0 +1,129 @@
+"""Live figures where people look during a training: in the Trainer's own loggers and on its progress bar.
+
+Not through ``self.log``, which costs a synchronisation and some 250 us a step: the loggers get numbers that are on the
+host already, every few seconds, and the bar shows a short one when it draws itself anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fastloop.bridge.watch.profiler_proxy import return_itself
+
+EVERY_S = 10.0
+PREFIX = "fastloop/"
+
+now = time.monotonic
+
+
+class LiveMetrics:
+    """Writes the figures of a running fit. Does nothing on other ranks than global rank 0.
+
+    Args:
+        trainer: whose rank decides; it is not kept.
+        read: gives the figures by name, without the prefix and from memory, without a synchronisation; called when
+            they are due. Only finite numbers are written: None is unknown, and a tensor would have to be fetched.
+        every_s: seconds between two writes.
+    """
+
+    def __init__(self, trainer: Any, read: Callable[[], Mapping[str, Any]], *, every_s: float = EVERY_S) -> None:
+        self._read, self._every_s = read, every_s
+        self._on = bool(trainer.is_global_zero)
+        self._due = now() + every_s if self._on else math.inf
+        self._dropped: list[Any] = []
+        self.shown: Mapping[str, str] = {}
+        """What the progress bar adds to its own figures."""
+
+    def tick(self, trainer: Any) -> None:
+        """Call at the end of every optimizer step, while Lightning still counts it as the current one."""
+        if now() < self._due:
+            return
+        self._due = now() + self._every_s
+        figures = self._read()
+        self.shown = shorten(figures)
+        self._write(trainer, figures)
+
+    def end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
+        """Write the figures of the whole fit, once; to be called before the loggers are closed, in ``on_train_end``."""
+        if self._on:
+            self._on, self._due = False, math.inf
+            self._write(trainer, figures)
+
+    def show_on_bar(self, trainer: Any) -> Callable[[], None]:
+        """Add the short figures to what the Trainer's progress bar shows; returns what undoes it, harmless twice."""
+        bar = getattr(trainer, "progress_bar_callback", None)
+        if not self._on or not callable(getattr(bar, "get_metrics", None)):
+            return lambda: None
+        ours = _BarMetrics(bar, self)
+        vars(bar)["get_metrics"] = ours
+        return ours.undo
+
+    def _write(self, trainer: Any, figures: Mapping[str, Any]) -> None:
+        numbers = {f"{PREFIX}{name}": float(value) for name, value in figures.items() if _is_number(value)}
+        if not numbers:
+            return
+        step = find_logged_step(trainer)
+        for logger in trainer.loggers:
+            if any(logger is dropped for dropped in self._dropped):
+                continue
+            try:
+                logger.log_metrics(dict(numbers), step=step)
+                logger.save()  # as Lightning does after each of its own; a file logger would hold all back otherwise
+            except Exception as error:
+                self._dropped.append(logger)
+                rank_zero_warn(
+                    f"fastloop: no live figures in {type(logger).__name__} from here on: "
+                    f"{type(error).__name__}: {error}"
+                )
+
+
+def shorten(figures: Mapping[str, Any]) -> dict[str, str]:
+    """The one figure a progress bar has room for: the share of the step in which the device did not wait for data."""
+    wait = figures.get("data_wait_pct")
+    return {"fed": f"{min(100.0, max(0.0, 100 - wait)):.0f}%"} if _is_number(wait) else {}
+
+
+def find_logged_step(trainer: Any) -> int:
+    """The step Lightning writes its own metrics with, so that loggers which want rising steps see them rise.
+
+    Lightning has no public name for it (`_LoggerConnector.log_metrics`); it equals ``global_step`` for one optimizer.
+    """
+    step = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "_batches_that_stepped", None)
+    return int(trainer.global_step if step is None else step)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class _BarMetrics:
+    """Stands in for the ``get_metrics`` of one progress bar."""
+
+    def __init__(self, bar: Any, live: LiveMetrics) -> None:
+        self._bar, self._live = bar, live
+        self._original: Any = bar.get_metrics
+        self._was_own = "get_metrics" in vars(bar)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        items = self._original(*args, **kwargs)
+        if not self._live.shown or not isinstance(items, dict):
+            return items
+        return {**items, **{name: text for name, text in self._live.shown.items() if name not in items}}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Nobody watches a copy of the Trainer: copies and pickles hold the bar's own method.
+        return (return_itself, (self._original,))
+
+    def undo(self) -> None:
+        """Put the bar's own method back; where somebody has wrapped this one since, show nothing from here on."""
+        self._live.shown = {}
+        if vars(self._bar).get("get_metrics") is self:
+            if self._was_own:
+                vars(self._bar)["get_metrics"] = self._original
+            else:
+                del vars(self._bar)["get_metrics"]

@@ -1,0 +1,65 @@
+"""The train loaders as they are right now: their iterators, queues and workers. Looks, never touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from fastloop.evidence import loader_queue, machine
+from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.feeds.lazy_loader import LazyLoader
+
+
+def find_loaders(trainer: Any) -> list[Any]:
+    """The train loaders the Trainer iterates, flat; empty before it has them."""
+    # Lightning has no public way to them: `trainer.train_dataloader` gives the user's own nesting back.
+    return list(getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", []))
+
+
+def find_iterators(trainer: Any) -> Iterator[Any]:
+    """Their living iterators, as far as Lightning shows them."""
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    yield from getattr(getattr(combined, "_iterator", None), "iterators", [])
+    for loader in find_loaders(trainer):
+        if isinstance(loader, LazyLoader) and loader.live is not None and (found := loader.live()) is not None:
+            yield found
+
+
+def count_queued_batches(trainer: Any) -> int:
+    """Batches that workers and device feeds can hold ready."""
+    return sum(_held(loader) for loader in find_loaders(trainer))
+
+
+def _held(loader: Any) -> int:
+    workers, factor = getattr(loader, "num_workers", 0) or 0, getattr(loader, "prefetch_factor", None) or 0
+    return int(workers * factor) + (loader.depth if isinstance(loader, DeviceFeed) else 0)
+
+
+def count_batches_owed(trainer: Any) -> int | None:
+    """Batches that workers were asked for and have not finished, all loaders; None where that cannot be read."""
+    counts = [
+        loader_queue.batches_owed(iterator)
+        for iterator in find_iterators(trainer)
+        if loader_queue.live_workers(iterator) is not None
+    ]
+    if not counts or None in counts:
+        return None if count_queued_batches(trainer) else 0
+    return sum(count or 0 for count in counts)
+
+
+def gather_evidence(trainer: Any) -> dict[str, Any]:
+    """How the data is loaded: the few facts a finding needs."""
+    found = find_loaders(trainer)
+    if not found:
+        return {}
+    workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
+    return {
+        "kind": type(found[0]).__name__,
+        "num_workers": min(workers) if workers else None,
+        "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),
+        "usable_cpus": machine.usable_cpus(),
+        "queued_batches": count_queued_batches(trainer),
+        "pin_memory": all(bool(getattr(loader, "pin_memory", False)) for loader in found),
+    }

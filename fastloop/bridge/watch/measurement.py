@@ -1,0 +1,276 @@
+"""From what a watch has seen to a Measurement. Every number that could not be measured is None."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.profilers import PassThroughProfiler
+
+from fastloop.bridge.watch.phases import BODY, NEXT
+from fastloop.bridge.watch.profiler_proxy import SELF_LOG, WatchingProfiler
+from fastloop.bridge.watch.window import Watch
+from fastloop.config.loading import WatchSettings
+from fastloop.evidence.clock.sampling import find_pauses
+from fastloop.evidence.clock.step_account import COMPUTE
+from fastloop.evidence.clock.step_clock import EVERY, FIRST_IN_DETAIL, Window
+from fastloop.evidence.gpu import efficiency
+from fastloop.records.measurement import GPU_READINGS, PARTS, Measurement
+
+SAMPLED = ("h2d", *COMPUTE)
+"""Parts that only steps marked in detail tell."""
+MOST_HOOKS = 5
+GARBAGE = "garbage_collection"
+"""Among the evidence: what passes of Python's collector cost a step, as a part of ``host_other``, and how many."""
+PAUSES = "pauses"
+"""Likewise: single long steps, how many, and what they add to the mean one, whatever part of it they came in."""
+IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
+
+
+def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapping[str, Any]]) -> Measurement:
+    """The measurement of a watch that is closed.
+
+    Args:
+        about: ``world_size``, ``precision``, ``device_name``, and what the probes found: ``flops``, ``syncs``,
+            ``kernels``, ``rates``.
+    """
+    on_cuda, window = watch.device.type == "cuda", watch.window
+    common: dict[str, Any] = {
+        "loss": watch.losses.values(),
+        "loss_every": watch.losses.every,
+        "evidence": evidence,
+        # Read before anything of ours allocates for the last figures.
+        "peak_gib": torch.cuda.max_memory_allocated(watch.device) / 2**30 if on_cuda else None,
+        "total_steps": watch.clock.total_steps,
+        "warmup_steps": watch.settings.warmup_steps,
+        "device": watch.device.type,
+        "watch_us_per_step": measure_cost_us(watch.device) if watch.clock.total_steps else None,
+        **{key: value for key, value in about.items() if key != "rates"},
+    }
+    if window is None:
+        return Measurement(**common)
+    world_size, traced = int(about.get("world_size", 1)), about.get("kernels") or {}
+    timed = {
+        "first_step": watch.clock.opened_at + 1,
+        **_rates(watch, window, world_size),
+        **_times(window, traced.get("comm_exposed_ms") if world_size > 1 else None),
+    }
+    if watch.garbage.passes:
+        evidence = {**evidence, GARBAGE: {"ms_per_step": 1e3 * window.garbage_s, "passes": watch.garbage.passes}}
+    if (long := find_pauses(window.step_s)) is not None:
+        evidence = {**evidence, PAUSES: {"ms_per_step": 1e3 * long.s_per_step, "steps": long.steps}}
+    common["evidence"] = evidence
+    seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], world_size)})
+    rates = about.get("rates")
+    return efficiency.add_work(
+        seen,
+        gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),
+        copy_tb_per_s=getattr(rates, "copy_tb_per_s", None),
+    )
+
+
+def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
+    step_ms = 1e3 * window.wall_s / window.steps
+    several = len(window.step_s) > 1
+    deciles = statistics.quantiles(window.step_s, n=10, method="inclusive") if several else window.step_s
+    parts: dict[str, float | None] = {
+        part: 1e3 * seconds if (seconds := window.parts_s.get(part)) is not None else _missing(part, window)
+        for part in PARTS
+    }
+    if comm_exposed_ms is not None and (backward := parts["backward"]) is not None:
+        # Events cannot tell the exchange from the backward that waits for it; the trace, of later steps, can.
+        parts["comm_exposed"] = exposed = min(comm_exposed_ms, backward)
+        parts["backward"] = backward - exposed
+    known = [value for value in parts.values() if value is not None]
+    parts["unexplained"] = step_ms - sum(known) if window.detailed_steps else None
+    return {
+        "steps": window.steps,
+        "wall_ms": 1e3 * window.wall_s,
+        "parts_ms": parts,
+        "step_ms": {
+            "mean": step_ms,
+            "median": 1e3 * statistics.median(window.step_s),
+            "p10": 1e3 * deciles[0],
+            "p90": 1e3 * deciles[-1],
+        },
+        "host_ms": {part: 1e3 * seconds for part, seconds in window.host_s.items()},
+        "blocked_ms": None if window.blocked_s is None else 1e3 * window.blocked_s,
+        "lead_ms": None if window.lead_s is None else 1e3 * window.lead_s,
+        "trail_ms": None if window.trail_s is None else 1e3 * window.trail_s,
+    }
+
+
+def _missing(part: str, window: Window) -> float | None:
+    """A part that never occurred took no time; one that nobody could see is unknown."""
+    if part in ("comm_exposed", "unexplained") or (part in SAMPLED and not window.detailed_steps):
+        return None
+    return 0.0
+
+
+def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
+    rate, drained = window.samples / window.wall_s, False
+    at_start, at_end = watch.owed
+    if at_start is not None and at_end is not None and window.batches:
+        # Batches that were made before the window and used in it are not the pipeline's work. The other way round,
+        # a queue that filled up, the loader outran the training, whose rate is what it used.
+        rate *= 1 - max(0, at_end - at_start) / window.batches
+        drained = True
+    queued = watch.clock.queued_batches
+    enough = window.batches >= 10 * queued or (drained and not queued)
+    tokens, real = watch.tokens.per_sample()
+    usd_per_hour = watch.settings.usd_per_gpu_hour if watch.device.type == "cuda" else None
+    found = {
+        "samples_per_s": rate * world_size if window.samples else None,
+        "tokens_per_s": rate * world_size * tokens if window.samples and tokens else None,
+        "window_too_short": window.steps < 10 or not enough,
+        "usd_per_million_samples": efficiency.compute_usd_per_million_samples(1, usd_per_hour, rate or None),
+        "global_batch": int(statistics.median(window.step_samples)) * world_size or None,
+        "micro_batch": int(statistics.median(window.batch_samples)) or None if window.batch_samples else None,
+        "hooks_ms": _hooks(watch, window),
+    }
+    if real is not None and tokens:
+        found["unpadded_tokens_per_s"] = rate * world_size * real
+    return found
+
+
+def _hooks(watch: Watch, window: Window) -> dict[str, float]:
+    """The slowest hooks, per step."""
+    per_step: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in watch.marks.hooks_s.items():
+        hook = name if name == SELF_LOG else name.rpartition(".")[2]
+        inside = hook.startswith(IN_THE_BODY)
+        steps, scale = (window.detailed_steps, window.of_detailed) if inside else (window.steps, 1.0)
+        per_step[_short(name)] += scale * 1e3 * seconds / max(1, steps)
+    slowest = sorted(per_step.items(), key=lambda item: -item[1])[:MOST_HOOKS]
+    return {name: ms for name, ms in slowest if ms > 0.01}
+
+
+def _short(action: str) -> str:
+    """``[Callback]ModelCheckpoint{'monitor': None}.on_train_batch_end`` as a person would say it."""
+    owner, _, hook = re.sub(r"^\[\w+\]|\{.*\}", "", action).rpartition(".")
+    return f"{owner}.{hook}" if owner else hook
+
+
+def _board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
+    """What the GPU's own counters said; energy is the board's, and each board has its share of the samples."""
+    flags = {}
+    if watch.device.type == "cuda":
+        products, convolutions = read_tf32()
+        flags["peaks"] = {"matmul_tf32": products, "convolution_tf32": convolutions}
+    seen = watch.board_seen
+    if seen is None:
+        return flags
+    own_rate = None if samples_per_s is None else samples_per_s / world_size
+    return {
+        **flags,
+        "gpu": {**dict.fromkeys(GPU_READINGS), **seen.means},
+        "timeline": seen.timeline,
+        "state": seen.state,
+        "joule_per_sample": efficiency.compute_joule_per_sample(seen.joule, seen.seconds, own_rate),
+        "joule_error_pct": seen.joule_error_pct if seen.joule is not None else None,
+    }
+
+
+def read_tf32() -> tuple[bool, bool]:
+    """Whether float32 matrix products and convolutions run in TF32 here."""
+    convolutions = torch.backends.cudnn
+    try:
+        products = torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # the user set it by its other name (torch 2.9)
+        products = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
+    try:
+        return products, bool(convolutions.allow_tf32)
+    except RuntimeError:
+        return products, getattr(convolutions, "fp32_precision", "tf32") == "tf32"
+
+
+# What watching costs a step: our marks against the calls of Lightning's own that they stand in for, in turns.
+
+TURNS, NEVER = 10, 10**9
+ACTIONS = (
+    "[LightningModule]Module.on_before_batch_transfer",
+    "[Strategy]Strategy.batch_to_device",
+    "[LightningModule]Module.on_after_batch_transfer",
+    "[LightningModule]Module.on_train_batch_start",
+    BODY,
+    "[LightningModule]Module.optimizer_step",
+    "[Strategy]Strategy.training_step",
+    "[LightningModule]Module.on_before_zero_grad",
+    "[LightningModule]Module.optimizer_zero_grad",
+    "[LightningModule]Module.on_before_backward",
+    "[Strategy]Strategy.backward",
+    "[LightningModule]Module.on_after_backward",
+    "[LightningModule]Module.on_before_optimizer_step",
+    "[LightningModule]Module.configure_gradient_clipping",
+    "[LightningModule]Module.on_train_batch_end",
+)
+"""The actions of one batch as Lightning names them, without any callback."""
+
+
+def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
+    """Microseconds that watching adds to a step of one batch; under zero where it saves more calls than it makes.
+
+    Lightning opens some fifteen profiler actions a step, each a generator's context; while we watch, most of them cost
+    less. Measured with the calls of a step and none of its work: ours in detail, ours as most steps are, and the
+    Trainer's own, in turns. The quickest turn of each counts, for what else the machine does only makes one longer.
+    None while a profiler or a debugger hears every call of Python's, whose cost it would be.
+    """
+    if sys.getprofile() is not None or sys.gettrace() is not None:
+        return None
+    watch = Watch(device, WatchSettings(warmup_steps=0))
+    ours: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
+    loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
+
+    def batch_end(until_detail: int) -> None:
+        watch.clock.until_detail = until_detail
+        watch.batch_end(loss, batch, 1, step_ends=True, batches_per_step=1)
+
+    cases = (
+        _step(PassThroughProfiler(), lambda: None),
+        _step(ours, lambda: batch_end(1)),
+        _step(ours, lambda: batch_end(NEVER)),
+    )
+    _spent(cases[1], FIRST_IN_DETAIL + 2)  # the window begins
+    per_turn = max(1, steps // TURNS)
+    turns = [[_spent(step, per_turn, lambda: watch.clock.account) for step in cases] for _ in range(TURNS)]
+    watch.close()
+    plain_s, detailed_s, usual_s = (min(turn[case] for turn in turns) for case in range(3))
+    each_s = usual_s + (detailed_s - usual_s) / EVERY.get(device.type, 1)
+    return 1e6 * (each_s - plain_s) / per_turn
+
+
+def _step(profiler: Any, batch_end: Callable[[], None]) -> Callable[[], None]:
+    body = ACTIONS.index(BODY)
+    before, inside, after = ACTIONS[:body], ACTIONS[body + 1 : -1], ACTIONS[-1]
+
+    def step() -> None:
+        profiler.start(NEXT)
+        profiler.stop(NEXT)
+        for name in before:
+            with profiler.profile(name):
+                pass
+        with profiler.profile(BODY):
+            for name in inside:
+                with profiler.profile(name):
+                    pass
+        with profiler.profile(after):
+            pass
+        batch_end()
+
+    return step
+
+
+def _spent(step: Callable[[], None], steps: int, settle: Callable[[], Any] = lambda: None) -> float:
+    step()  # still of the kind that the last case made
+    settle()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step()
+    settle()  # which is otherwise done for many steps at once
+    return time.perf_counter() - begun

@@ -1,0 +1,240 @@
+"""Which of the Trainer's profiler actions begins which phase of the step.
+
+Lightning 2.5 and 2.6 open a profiler action around the loader call, each hook and each call of the strategy. Their
+names are ours to read: a name that is not known leaves the time with the phase around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Set
+from typing import Any
+
+from fastloop.evidence.clock.step_clock import RARE, Clock
+
+NEXT = "[_TrainingEpochLoop].train_dataloader_next"
+BODY = "run_training_batch"
+PIECE = "[fastloop]"
+"""Before the phases that fastloop's own code runs inside a call of Lightning's."""
+OUR_CALLBACKS = ("FastLoop", "Beats", "NoExchange", "ProgressLines", "_Signals")
+"""Callbacks that fastloop itself brings: no doing of the user's."""
+_STRATEGY = {"batch_to_device": "h2d", "training_step": "forward", "backward": "backward"}
+_WHOLE = {"optimizer_step": "optimizer", "save_checkpoint": "checkpoint"}
+_LONGER = {
+    **dict.fromkeys(
+        ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start"), "begin:validation"
+    ),
+    "on_validation_model_train": "end:validation",
+    "on_train_epoch_end": "begin:epoch_gap",
+}
+_HOOKS = ("on_", "lr_scheduler_step")
+"""Beginnings of the names of what the user's own code does between the parts of a step."""
+
+
+def find_phase(name: str) -> str | None:
+    """The phase an action is, None for one that is a part of whatever is around it.
+
+    ``begin:`` and ``end:`` stand before phases that outlast the action.
+    """
+    if name in _WHOLE:
+        return _WHOLE[name]
+    if name.startswith(PIECE):
+        return name.removeprefix(PIECE)
+    owner, _, hook = name.rpartition(".")
+    if hook in _LONGER:
+        return _LONGER[hook]
+    if owner.startswith("[Strategy]"):
+        return _STRATEGY.get(hook)
+    if owner.startswith("[LightningModule]") and hook == "optimizer_step":
+        return "optimizer"
+    ours = owner.removeprefix("[Callback]").partition("{")[0] in OUR_CALLBACKS
+    theirs = owner.startswith(("[Callback]", "[LightningModule]", "[LightningDataModule]"))
+    if theirs and hook.startswith(_HOOKS) and not ours:
+        return "callbacks_logging"
+    return None
+
+
+NOTHING = contextlib.nullcontext()
+"""Made once: the Trainer opens some twenty contexts a step."""
+
+
+class _Phase:
+    """A phase as long as its action."""
+
+    def __init__(self, marks: Marks, name: str, phase: str) -> None:
+        self.marks, self.name, self.phase = marks, name, phase
+        self.is_hook, self.is_forward = phase == "callbacks_logging", phase == "forward"
+        self.is_work = phase in ("forward", "backward")
+        self.saves = self.is_hook and "Checkpoint" in name
+        """A hook whose business is saving: what it does after a save (deleting the last one, say) is part of that."""
+        self.saved = False
+        self._since = 0.0
+        self._back: Callable[[], None] | None = None
+        self._work: Any = None
+
+    def __enter__(self) -> None:
+        if self.is_hook:
+            self._since = time.perf_counter()
+            self.marks.saver = self if self.saves else None
+            if not self.marks.in_detail():
+                return
+        elif self.phase == "checkpoint" and self.marks.saver is not None and self.marks.saver.saved:
+            return  # a second one within the hook: the phase still lasts
+        elif self.is_forward and self.marks.around_forward is not None:
+            self._back = self.marks.around_forward()
+        if self.is_work and self.marks.around_work is not None and not self.marks.counts:
+            self.marks.counts, self._work = True, self.marks.around_work
+            self._work.__enter__()
+        self.marks.enter(self.phase)
+
+    def __exit__(self, *raised: object) -> None:
+        if self.phase == "checkpoint" and self.marks.saver is not None:
+            self.marks.saver.saved = True
+            return
+        if self.saved:
+            self.saved, self._since = False, time.perf_counter()
+            self.marks.leave()
+        self.marks.saver = None
+        if self.is_hook and not self.marks.in_detail():
+            self.marks.hook_took(self.name, time.perf_counter() - self._since)
+            return
+        self.marks.leave()
+        if self._work is not None:
+            self._work.__exit__(*raised)
+            self.marks.counts, self._work = False, None
+        if self.is_hook:
+            self.marks.lasted(self.name, time.perf_counter() - self._since)
+        if self._back is not None:
+            self._back()
+            self._back = None
+
+
+class _Turn:
+    """An action with which a longer phase begins or ends."""
+
+    def __init__(self, turn: Callable[[], None], *, at_exit: bool) -> None:
+        self.turn, self.at_exit = turn, at_exit
+
+    def __enter__(self) -> None:
+        if not self.at_exit:
+            self.turn()
+
+    def __exit__(self, *_: object) -> None:
+        if self.at_exit:
+            self.turn()
+
+
+class _Body:
+    """The work of one batch."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+
+    def __enter__(self) -> None:
+        self.marks.in_work = True
+        self.marks.clock.body()
+
+    def __exit__(self, *_: object) -> None:
+        self.marks.clock.issued()
+        self.marks.in_work = False
+
+
+class Marks:
+    """Turns actions into marks on a clock. Names are looked up once; what need not be marked costs a look-up.
+
+    Attributes:
+        hooks_s: host seconds by action, of hooks outside the batch's work in every step, of others in steps in detail.
+        ranges: where a trace is being recorded, the same phases by name go there too.
+        whole: the present step is one of the window's; the one in which it opens is not.
+        in_work: a batch's work is going on.
+        saver: the hook that is running now, where its business is saving checkpoints.
+        around_work: a context that is entered for every forward and backward; one that can be entered again.
+        counts: that context is entered now.
+        unheard: actions of hooks that nobody has overridden, which Lightning opens all the same.
+        around_forward: called before a marked ``training_step``; what it returns is called after it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.hooks_s: defaultdict[str, float] = defaultdict(float)
+        self.ranges: Any = None
+        self.in_work = self.whole = False
+        self.saver: _Phase | None = None
+        self.around_work: Any = None
+        self.counts = False
+        self.unheard: Set[str] = frozenset()
+        self.around_forward: Callable[[], Callable[[], None]] | None = None
+        self._contexts: dict[str, Any] = {}
+        self._body = _Body(self)
+
+    def profile(self, name: str) -> Any:
+        """The context for an action."""
+        if name == BODY:
+            return self._body
+        clock = self.clock
+        if clock.in_body and not clock.detailed and self.ranges is None and self.around_work is None:
+            return NOTHING  # nearly all of them
+        if not self.listens():
+            return NOTHING
+        try:
+            context = self._contexts[name]
+        except KeyError:
+            context = self._contexts[name] = self._made(name)
+        if (
+            clock.phase in RARE
+            and context is not NOTHING
+            and not (isinstance(context, _Turn) or context.phase == "checkpoint")
+        ):
+            return NOTHING
+        return context
+
+    def listens(self) -> bool:
+        """Whether a phase that begins now would be marked."""
+        clock = self.clock
+        timed = clock.open and (clock.detailed or not clock.in_body)
+        return timed or self.ranges is not None or self.around_work is not None
+
+    def in_detail(self) -> bool:
+        """Whether every hook has marks of its own."""
+        return self.clock.detailed or self.ranges is not None
+
+    def hook_took(self, name: str, seconds: float) -> None:
+        """A hook without marks of its own has ended."""
+        self.lasted(name, seconds)
+        self.clock.hooks_s += seconds
+
+    def lasted(self, name: str, seconds: float) -> None:
+        """A hook has ended."""
+        if self.whole:
+            self.hooks_s[name] += seconds
+
+    def enter(self, phase: str) -> None:
+        if self.ranges is not None:
+            self.ranges.push(phase)
+        self.clock.enter(phase)
+
+    def leave(self) -> None:
+        self.clock.leave()
+        if self.ranges is not None:
+            self.ranges.pop()
+
+    def _made(self, name: str) -> Any:
+        phase = find_phase(name)
+        if phase is None or (phase == "callbacks_logging" and name in self.unheard):
+            return NOTHING
+        turn, _, inner = phase.rpartition(":")
+        if turn == "begin":
+            return _Turn(lambda: self._begin(inner), at_exit=False)
+        if turn == "end":
+            return _Turn(lambda: self._end(inner), at_exit=True)
+        return _Phase(self, name, phase)
+
+    def _begin(self, phase: str) -> None:
+        if self.clock.phase != phase:
+            self.clock.rest(phase)
+
+    def _end(self, phase: str) -> None:
+        if self.clock.phase == phase:
+            self.clock.rest("host_other")

@@ -1,0 +1,238 @@
+"""The checks of single steps: work and synchronisations during warm-up, the hunt and the trace after the window."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastloop.bridge.watch.phases import Marks
+from fastloop.evidence.clock.drift import CHECK_STEPS, Drift, StepCheck
+from fastloop.evidence.clock.step_clock import RARE, Clock, Window
+from fastloop.evidence.model.flops import FlopCount, may_count
+from fastloop.evidence.sync.cuda_warnings import SyncMarks
+from fastloop.evidence.sync.hunt import LogSites, SyncHunt
+from fastloop.evidence.trace.recording import TraceWindow
+
+HUNTED_STEPS = 5
+MOST_LEAD_IN = 50
+
+
+class CountWork:
+    """Counts the work of one optimizer step while it runs, where nothing is compiled; of the next one it is begun for,
+    where that had none."""
+
+    def __init__(self) -> None:
+        self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}
+        self._module: Any = None
+        self._marks: Marks | None = None
+        self._count: FlopCount | None = None
+        self._samples, self._done = 0, False
+
+    def attach(self, module: torch.nn.Module, marks: Marks) -> None:
+        self._module, self._marks = module, marks
+
+    def begin(self) -> None:
+        """Count in the step that begins, unless an earlier one told all there is to know."""
+        if self._marks is None or self._done:
+            return
+        if (why := may_count(self._module)) is not None:
+            self.found, self._done = {"per_sample": None, "why": why}, True
+            return
+        self._marks.around_work = self._count = FlopCount()
+        self._samples = 0
+
+    def batch(self, samples: int | None) -> None:
+        """A batch of the step is done."""
+        if self._count is not None:
+            self._samples += samples or 0
+
+    def end(self) -> None:
+        if self._count is not None and self._marks is not None:
+            self._marks.around_work = None
+            self.found, self._count = self._count.per(self._samples), None
+            self._done = self.found["per_sample"] is not None
+
+    def give_up(self) -> None:
+        """Stop without a result."""
+        self._count = None
+        if self._marks is not None:
+            self._marks.around_work = None
+
+
+class FindSyncs:
+    """The lines of a step that synchronise the device, without what they cost: harmless in a user's own run."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Mapping[str, Any], ...] = ()
+        self._marks: SyncMarks | None = None
+        self._open = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        self._marks = self._open.enter_context(SyncMarks())
+
+    def end(self) -> None:
+        self._open.close()
+        if self._marks is not None:
+            self.found, self._marks = self._marks.result(steps=1), None
+
+    def give_up(self) -> None:
+        """Stop without a result."""
+        self._marks = None
+        self._open.close()
+
+
+class HuntSyncs:
+    """The same with what each costs, for a process whose steps may be slow."""
+
+    steps = HUNTED_STEPS
+
+    def __init__(self, device: torch.device) -> None:
+        self.found: tuple[Mapping[str, Any], ...] = ()
+        self.hunted_steps = 0
+        """Steps that ``found`` is of; 0 where it came to no end."""
+        self._device, self._module = device, None
+        self._hunt: SyncHunt | None = None
+        self._sites: LogSites | None = None
+        self._open = contextlib.ExitStack()
+        self._done = 0
+
+    def attach(self, module: Any) -> None:
+        self._module = module
+
+    def begin(self) -> None:
+        if "torch._dynamo" in sys.modules:  # compiled code cannot be looked into, and a mode would compile it again
+            self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        self._sites = self._open.enter_context(LogSites(self._module))
+        self._hunt = self._open.enter_context(SyncHunt(self._device))
+
+    def step_ends(self) -> None:
+        self._done += 1
+
+    def end(self) -> None:
+        if self._hunt is not None and self._sites is not None:
+            self._open.close()
+            self.found = self._hunt.rows(max(1, self._done), self._sites)
+            self._hunt, self.hunted_steps = None, self._done
+
+    def give_up(self) -> None:
+        """Stop without a result."""
+        self._hunt = None
+        self._open.close()
+
+
+class Trace:
+    """Records the kernels of a few steps.
+
+    Args:
+        steps: optimizer steps to trace.
+        place: the run's directory, None for none; asked when the trace begins.
+    """
+
+    def __init__(self, trainer: Any, device: torch.device, steps: int, place: Callable[[], Path | None]) -> None:
+        self.found: Mapping[str, Any] = {"skipped": "the training ended before the traced steps"}
+        name = type(trainer.profiler).__name__
+        taken = "the Trainer has a PyTorchProfiler, and there can be one only" if name == "PyTorchProfiler" else None
+        self._window = TraceWindow(device, None, steps, taken=taken)
+        self._place = place
+        self._marks: Marks | None = None
+
+    @property
+    def steps(self) -> int:
+        return self._window.total_steps
+
+    def attach(self, marks: Marks, queued_steps: int) -> None:
+        """Let as many steps pass first as the loader's queues hold: filling them is none of an ordinary step."""
+        self._marks = marks
+        self._window.lead_in = max(self._window.lead_in, min(queued_steps, MOST_LEAD_IN))
+
+    def begin(self) -> None:
+        self._window.directory = self._place()
+        self._window.begin()
+        if self._marks is not None:
+            self._marks.ranges = self._window
+
+    def step_ends(self) -> None:
+        self._window.step()
+
+    def end(self) -> None:
+        if self._marks is not None:
+            self._marks.ranges = None
+        self.found = self._window.end()
+
+    def give_up(self) -> None:
+        """Stop without a result: no profiler is left running."""
+        if self._marks is not None:
+            self._marks.ranges = None
+        self._window.end()
+
+
+# -- A check of the step now and then, long after the timed window: has the training got slower? -----------------------
+
+now = time.monotonic
+
+
+class Later:
+    """Opens a short window of its own when a check is due, on a clock of its own.
+
+    Args:
+        read_board: ``sm_clock_mhz`` and ``foreign_processes`` as the GPU says; None where it says nothing.
+        warn: takes the one warning.
+        switch: makes the loop's marks go to another clock.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        read_board: Callable[[], Mapping[str, Any] | None],
+        warn: Callable[[str], None],
+        switch: Callable[[Clock], None],
+    ) -> None:
+        self.device, self.drift = device, Drift()
+        self._read_board, self._warn, self._switch = read_board, warn, switch
+        self.clock: Clock | None = None
+        """The clock of the check that is going on."""
+
+    def reference(self, window: Window | None, step: int) -> None:
+        """The timed window is over: later checks are compared with it."""
+        if window is not None:
+            self._compare(window, step, self._read_board())
+
+    def between_steps(self, step: int) -> None:
+        """Begin or end a check where it is time."""
+        if self.clock is not None:
+            if self.clock.total_steps > CHECK_STEPS:
+                self.end(step)
+        elif self.drift.due(now()):
+            self.clock = Clock(self.device, warmup_steps=0)
+            self._switch(self.clock)
+
+    def end(self, step: int) -> None:
+        """End the check that is going on; one that the training's end cut short tells nothing."""
+        if self.clock is not None:
+            board = self._read_board()  # before the check's last synchronisation, while the GPU is at work
+            window, self.clock = self.clock.close(), None
+            if window is not None and window.steps >= CHECK_STEPS // 2:
+                self._compare(window, step, board)
+
+    def _compare(self, window: Window, step: int, board: Mapping[str, Any] | None) -> None:
+        rare_s = sum(window.parts_s.get(part, 0.0) for part in RARE)
+        usual = sorted(window.step_s)[: max(2, len(window.step_s) * 95 // 100)]  # steps with a validation in them
+        spread = 1e3 * statistics.stdev(usual) if len(usual) > 1 else None
+        check = StepCheck(
+            step=step,
+            step_ms=1e3 * (window.wall_s / window.steps - rare_s),
+            steps=window.steps,
+            step_std_ms=spread,
+            data_wait_ms=1e3 * window.parts_s.get("data_wait", 0.0),
+            **(board or {}),
+        )
+        if (warning := self.drift.add(now(), check)) is not None:
+            self._warn(warning)

@@ -1,0 +1,183 @@
+"""Stands before the Trainer's own profiler: notes the actions that are phases of the step, and hands everything on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastloop.bridge.watch.phases import NEXT, NOTHING, Marks
+
+
+class WatchingProfiler:
+    """The user's profiler as far as anybody can see.
+
+    Args:
+        profiler: the Trainer's profiler; Lightning's pass-through one is not called, which saves its cost.
+        asks: called when the loop asks for a batch; must not raise.
+        gets: called when the loop has its batch; must not raise.
+        profile: gives our context for an action, NOTHING for one that is no phase; must not raise.
+    """
+
+    def __init__(
+        self,
+        profiler: Any,
+        asks: Callable[[], None],
+        gets: Callable[[], None],
+        profile: Callable[[str], Any] = lambda _name: NOTHING,
+    ) -> None:
+        passes = type(profiler).__name__ == "PassThroughProfiler"
+        self.__dict__.update(
+            profiler=profiler,
+            _asks=asks,
+            _gets=gets,
+            _phase=profile,
+            _passes=passes,
+            _begun={},
+            profile=profile if passes else self._both,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["profiler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["profiler"], name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance shall see the user's profiler
+        return type(self.__dict__["profiler"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Nobody watches a copy of the Trainer: copies and pickles hold the user's profiler.
+        return (return_itself, (self.__dict__["profiler"],))
+
+    def start(self, action_name: str) -> None:
+        if action_name == NEXT:
+            self._asks()
+        else:
+            self._begun[action_name] = ours = self._phase(action_name)
+            ours.__enter__()
+        if not self._passes:
+            self.profiler.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        if not self._passes:
+            self.profiler.stop(action_name)
+        if action_name == NEXT:
+            self._gets()
+        elif (ours := self._begun.pop(action_name, None)) is not None:
+            ours.__exit__(None, None, None)
+
+    def _both(self, action_name: str) -> Any:
+        theirs, ours = self.profiler.profile(action_name), self._phase(action_name)
+        return theirs if ours is NOTHING else _Both(ours, theirs)
+
+
+class _Both:
+    """Our context around the user's own."""
+
+    def __init__(self, ours: Any, theirs: Any) -> None:
+        self.ours, self.theirs = ours, theirs
+
+    def __enter__(self) -> Any:
+        self.ours.__enter__()
+        return self.theirs.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        try:
+            return self.theirs.__exit__(*raised)
+        finally:
+            self.ours.__exit__(*raised)
+
+
+# Phases in a call of Lightning's, ``self.log`` and ``manual_backward``; and the loggers' turn after every batch.
+
+LOGGERS, SELF_LOG = "loggers", "self.log"
+_TURN = "update_train_step_metrics"
+
+
+class LogMarks:
+    """Marks logging as ``callbacks_logging``, and a manual optimisation's backward as ``backward``.
+
+    The module's methods are replaced only while a marked ``training_step`` runs, so that no copy or pickle of the
+    module ever holds ours; and not at all where the step is compiled, which would then be compiled again.
+    """
+
+    def __init__(self, trainer: Any, module: Any, marks: Marks) -> None:
+        self.module, self.marks = module, marks
+        # Private in Lightning, and without it the loggers' turn is `host_other`.
+        self._connector = getattr(trainer, "_logger_connector", None)
+        self._marked: Any = None
+        if callable(getattr(self._connector, _TURN, None)) and _TURN not in vars(self._connector):
+            self._marked = vars(self._connector)[_TURN] = self._timed(getattr(self._connector, _TURN), LOGGERS)
+        if not _is_compiled(module):
+            marks.around_forward = self._swapped
+
+    def undo(self) -> None:
+        """Put everything back; harmless when called twice."""
+        if self._marked is not None and vars(self._connector).get(_TURN) is self._marked:
+            del vars(self._connector)[_TURN]
+        self.marks.around_forward = None
+
+    def _swapped(self) -> Callable[[], None]:
+        """Let the module's ``log`` be marked until what is returned is called."""
+        own = vars(self.module)
+        ours = {"log": self._timed(self.module.log, SELF_LOG)}
+        if not self.module.automatic_optimization:  # whose backward is part of the forward's action
+            ours["manual_backward"] = self._timed(self.module.manual_backward, None, "backward")
+        before = {name: own[name] for name in ours if name in own}
+        own.update(ours)
+
+        def back() -> None:
+            for name, call in ours.items():
+                if own.get(name) is call:
+                    del own[name]
+                    own.update({name: before[name]} if name in before else {})
+
+        return back
+
+    def _timed(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> _Timed:
+        return _Timed(self.marks, call, name, phase)
+
+
+class _Timed:
+    """A call that is marked as a phase. Copies and pickles hold the call itself: nobody watches a copy."""
+
+    def __init__(self, marks: Marks, call: Callable[..., Any], name: str | None, phase: str) -> None:
+        self.marks, self.call, self.name, self.phase = marks, call, name, phase
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (return_itself, (self.call,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        marks, name = self.marks, self.name
+        if not marks.listens():
+            return self.call(*args, **kwargs)
+        began = time.perf_counter()
+        if name is not None and not marks.in_detail():
+            try:
+                return self.call(*args, **kwargs)
+            finally:
+                marks.hook_took(name, time.perf_counter() - began)
+        marks.enter(self.phase)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            marks.leave()
+            if name is not None:
+                marks.lasted(name, time.perf_counter() - began)
+
+
+def return_itself(kept: Any) -> Any:
+    """What a copy or a pickle of a stand-in holds."""
+    return kept
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether torch.compile may have traced this module's own methods, whose guards a replaced ``log`` would break."""
+    own = vars(module)
+    return (
+        any(name in own for name in ("training_step", "forward", "_compiled_call_impl", "log"))
+        or getattr(module, "_compiler_ctx", None) is not None
+        or hasattr(getattr(type(module), "training_step", None), "_torchdynamo_orig_callable")
+    )

@@ -1,0 +1,128 @@
+"""Every rank's figures on rank 0, by way of the process group's store instead of a collective.
+
+A collective at the end of a fit hangs all ranks where one is dead or stuck. Here each rank leaves a record in the
+store, which none of them waits for; only rank 0 looks for the others' records, and gives up when its time is up.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed
+
+LIMIT_S = 20.0
+"""How long rank 0 waits for the others after a fit."""
+PARTIAL_LIMIT_S = 3.0
+"""The same after an exception or an interrupt, when some ranks may never come."""
+_PAUSE_S = 0.05
+
+
+class Ranks:
+    """The exchange of one fit, to be made on every rank when the fit begins.
+
+    Fits are numbered by each rank in the store itself, so a record that came too late for one fit is not read in the
+    next, and a new process group starts afresh.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.rank, self.world_size = int(trainer.global_rank), int(trainer.world_size)
+        self.missing: tuple[int, ...] = ()
+        """Ranks that handed in nothing in time; known on rank 0 only."""
+        self.why: str | None = None
+        """What kept records away, where that is known."""
+        self._store: Any = None
+        self._gathered: tuple[Mapping[str, Any], ...] | None = None
+        if self.world_size > 1:
+            try:
+                store, distributed = find_default_store(), cast("Any", torch.distributed)
+                fit = store.add(f"fastloop/fits/{self.rank}", 1)
+                self._store = distributed.PrefixStore(f"fastloop/fit/{fit}", store)
+            except Exception as error:  # another torch, or a strategy without a process group of torch's
+                self.why = f"ranks cannot be compared: {type(error).__name__}: {error}"
+
+    def gather(self, record: Mapping[str, Any], limit_s: float = LIMIT_S) -> tuple[Mapping[str, Any], ...]:
+        """Hand in what this rank measured, and on rank 0 take what the others did.
+
+        Args:
+            record: plain values; ``rank`` and ``host`` are added.
+            limit_s: the longest time rank 0 waits. No other rank waits at all.
+
+        Returns:
+            The records of all ranks that came, rank 0's first. Empty on every other rank, in a world of one, and
+            where there is no store. Asked again, the same.
+        """
+        if self._gathered is None:
+            self._gathered = self._exchange({"rank": self.rank, "host": socket.gethostname(), **record}, limit_s)
+        return self._gathered
+
+    def _exchange(self, own: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any], ...]:
+        if self._store is None:
+            return ()
+        if self.rank == 0:
+            return self._collect(own, limit_s)
+        try:
+            self._store.set(str(self.rank), json.dumps(own, default=_plain))
+        except Exception as error:  # rank 0 and its store are gone: nobody is left to read it
+            self.why = f"the record of rank {self.rank} found no taker: {type(error).__name__}: {error}"
+        return ()
+
+    def _collect(self, own: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any], ...]:
+        found, end = {0: json.loads(json.dumps(own, default=_plain))}, time.monotonic() + limit_s
+        waiting = list(range(1, self.world_size))
+        try:
+            while waiting:
+                for rank in [rank for rank in waiting if _is_there(self._store, str(rank))]:
+                    waiting.remove(rank)
+                    found.update(self._take(rank))
+                left_s = end - time.monotonic()
+                if not waiting or left_s <= 0:
+                    break
+                time.sleep(min(_PAUSE_S, left_s))
+        except Exception as error:  # the store's server has died, say with the launcher
+            self.why = f"the ranks' store failed: {type(error).__name__}: {error}"
+        self.missing = tuple(rank for rank in range(self.world_size) if rank not in found)
+        if self.missing and self.why is None:
+            self.why = f"nothing came within {limit_s:g} s from rank {', '.join(map(str, self.missing))}"
+        return tuple(found[rank] for rank in sorted(found))
+
+    def _take(self, rank: int) -> dict[int, Mapping[str, Any]]:
+        record = self._store.get(str(rank))
+        self._store.delete_key(str(rank))
+        try:
+            return {rank: dict(json.loads(record))}
+        except ValueError:
+            self.why = f"the record of rank {rank} cannot be read"
+            return {}
+
+
+def find_default_store() -> Any:
+    """The store in which the ranks of the default process group found each other.
+
+    Raises:
+        RuntimeError: there is no such group.
+        AttributeError: this torch has no such function: it is a private one.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise RuntimeError("torch.distributed has no process group")
+    distributed: Any = torch.distributed.distributed_c10d
+    return distributed._get_default_store()
+
+
+def _is_there(store: Any, key: str) -> bool:
+    """Whether a key has a value. A `wait` for it would hold the store's lock, which other threads of torch need."""
+    if hasattr(store, "check"):
+        return bool(store.check([key]))
+    try:
+        store.wait([key], timedelta(milliseconds=10))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)

@@ -1,0 +1,247 @@
+"""Everything that watches one fit on one rank: put together when it is set up, read when its training ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastloop.bridge import namespaces
+from fastloop.bridge.watch import loader_state
+from fastloop.bridge.watch.live_metrics import LiveMetrics
+from fastloop.bridge.watch.measurement import GARBAGE, build_measurement
+from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, Later, Trace
+from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
+from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
+from fastloop.bridge.watch.window import Probe, Watch
+from fastloop.config.loading import WatchSettings
+from fastloop.evidence.clock import step_clock
+from fastloop.evidence.gpu import measured_rates, nvml
+from fastloop.evidence.gpu.sampler import Board
+from fastloop.feeds.batch_tree import samples
+from fastloop.records.measurement import Measurement
+
+COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
+"""Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
+synchronisations are looked for: not the first one, in which much happens for once."""
+SYNCS = "syncs"
+"""Among the evidence: in how many steps every synchronisation was hunted."""
+
+_OF_RANK = ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s", "lead_ms", "gpu", "steps", "partial")
+REPLACED = "the Trainer's profiler was replaced during the fit, and nothing is seen from then on"
+
+
+class Session:
+    """Watches a fit through the Trainer's profiler calls. Issues no collective.
+
+    Args:
+        trainer: at ``setup``, when its strategy knows its device.
+        warn: takes a warning, a line.
+        hunt_syncs: find every synchronisation with its line and its cost, in a few steps after the timed ones.
+        place: the run's directory, asked for when there is something to put into it.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        settings: WatchSettings,
+        *,
+        warn: Callable[[str], None],
+        hunt_syncs: bool = False,
+        place: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.device: torch.device = trainer.strategy.root_device
+        on_cuda = self.device.type == "cuda"
+        self.uuid = nvml.find_uuid(self.device) if on_cuda else None
+        self.work, self.syncs = CountWork(), FindSyncs()
+        self.hunt = HuntSyncs(self.device) if hunt_syncs else None
+        self.trace = Trace(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
+        probes: dict[int, Probe] = {
+            **dict.fromkeys(COUNTED_STEPS, self.work),
+            **({SYNC_STEP: self.syncs} if on_cuda else {}),
+        }
+        self.watch = Watch(
+            self.device,
+            settings,
+            owed=lambda: loader_state.count_batches_owed(trainer),
+            probes=probes,
+            board=Board(self.uuid) if on_cuda else None,
+            extras=[extra for extra in (self.hunt, self.trace) if extra is not None],
+        )
+        self.watch.later = Later(
+            self.device,
+            warn=warn,
+            switch=lambda clock: setattr(self.watch.marks, "clock", clock),
+            read_board=self._read_board,
+        )
+        self._ranks: Ranks | None = None
+        self._live: LiveMetrics | None = None
+        self._logs: LogMarks | None = None
+        self._step = self._passed_steps = self._passed_samples = 0
+        self._last_figures: tuple[Any, tuple[float, ...], tuple[float, ...]] = (None, (), ())
+        """What live figures were last made from: an account, what it said, and what had passed by then."""
+        self._profiler: Any = None
+
+    def attach(self, trainer: Any, asks: Callable[[], None], gets: Callable[[], None]) -> Callable[[], None]:
+        """Stand before the Trainer's profiler; returns the undo."""
+        before = trainer.profiler
+        trainer.profiler = ours = self._profiler = WatchingProfiler(before, asks, gets, self.watch.marks.profile)
+
+        def undo() -> None:
+            if trainer.profiler is ours:
+                trainer.profiler = before
+
+        return undo
+
+    def train_start(self, trainer: Any, module: Any) -> list[Callable[[], None]]:
+        """The loaders and loggers are there; returns undos."""
+        self._ranks = Ranks(trainer)  # first: ranks count their fits, and one that failed before would count one less
+        self._step = trainer.global_step
+        self.watch.clock.queued_batches = loader_state.count_queued_batches(trainer)
+        self.watch.ends_at = count_planned_steps(trainer)
+        self._live = LiveMetrics(trainer, self.read_figures)
+        self._logs = LogMarks(trainer, module, self.watch.marks)
+        self.work.attach(module, self.watch.marks)
+        self.watch.marks.unheard = find_unheard(trainer, module)
+        if self.hunt is not None:
+            self.hunt.attach(module)
+        if self.trace is not None:
+            per_step = max(1, trainer.accumulate_grad_batches)
+            self.trace.attach(self.watch.marks, math.ceil(self.watch.clock.queued_batches / per_step))
+        return [self._live.show_on_bar(trainer), self._logs.undo]
+
+    def stop(self) -> None:
+        """Give up, or the fit is over: nothing of ours runs on."""
+        if self._live is not None:
+            self._live.shown = {}
+        self.watch.stop()
+
+    def batch_end(self, trainer: Any, outputs: Any, batch: Any) -> None:
+        """A batch is done."""
+        step = trainer.global_step
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        step_ends = step != self._step
+        size = samples(batch)
+        self.work.batch(size)
+        self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches)
+        self._step = step
+        self._passed_steps += step_ends
+        self._passed_samples += size or 0
+        if step_ends and self._live is not None:
+            self._live.tick(trainer)
+
+    def measure(
+        self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]], raised: BaseException | None = None
+    ) -> Measurement:
+        """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
+        self.watch.close()
+        if self.hunt is not None:
+            evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
+        about = {
+            "world_size": trainer.world_size,
+            "precision": str(trainer.precision),
+            "partial": raised is not None,
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
+            "flops": self.work.found,
+            "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
+            "kernels": self.trace.found if self.trace is not None else None,
+            "drift": self.watch.later.drift.entries,
+        }
+        about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
+        seen = build_measurement(self.watch, about, evidence)
+        if self._profiler is not None and trainer.profiler is not self._profiler:
+            seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
+        if self._live is not None:
+            self._live.end(trainer, summarize(seen))
+        return self._with_ranks(seen, raised)
+
+    def read_figures(self) -> dict[str, float | None]:
+        """What the loggers and the bar show of the steps since the last call: as a clock saw them while one is
+        open, else as they were counted, which tells of no waits."""
+        account = self.watch.marks.clock.account
+        seen = (account.steps, account.samples, account.wall_s, account.wait_s)
+        passed = (self._passed_steps, self._passed_samples, step_clock.now())
+        (last_account, *last), self._last_figures = self._last_figures, (account, seen, passed)
+        steps, samples, wall_s, wait_s = _since(seen, last[0] if last_account is account else (0, 0, 0.0, 0.0))
+        waited = {"data_wait_pct": 100 * wait_s / wall_s} if steps > 0 and wall_s > 0 else {}
+        if not waited:
+            steps, samples, wall_s = _since(passed, last[1] or passed)
+        if steps <= 0 or wall_s <= 0:
+            return {}
+        world = self._ranks.world_size if self._ranks is not None else 1
+        rate = world * samples / wall_s if samples else None
+        return {"step_ms": 1e3 * wall_s / steps, "samples_per_s": rate, **waited}
+
+    def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
+        if self._ranks is None:
+            return seen
+        found = self._ranks.gather(record_of_rank(seen, raised), LIMIT_S if raised is None else PARTIAL_LIMIT_S)
+        why = self._ranks.why if self._ranks.rank == 0 else None
+        return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
+
+    def _read_board(self) -> Mapping[str, Any] | None:
+        """A few calls of NVML; None where there is no GPU."""
+        with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
+            return {"sm_clock_mhz": gpu.numbers().get("sm_clock_mhz"), "foreign_processes": gpu.neighbours().pids}
+        return None
+
+
+def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
+    return [new - old for new, old in zip(now, before, strict=True)]
+
+
+def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
+    """What one rank hands in of its measurement; ``ended_by`` names what ended its fit, where that did not end well."""
+    return {
+        **{name: getattr(seen, name) for name in _OF_RANK},
+        "garbage_ms": (seen.evidence.get(GARBAGE) or {}).get("ms_per_step"),
+        "ended_by": None if raised is None else type(raised).__name__,
+    }
+
+
+def summarize(seen: Measurement) -> dict[str, float | None]:
+    """The figures of a whole fit for the loggers."""
+    step, wait = seen.step_ms.get("mean"), seen.parts_ms.get("data_wait")
+    return {
+        "step_ms": step,
+        "samples_per_s": seen.samples_per_s,
+        "lead_ms": seen.lead_ms,
+        "data_wait_pct": 100 * wait / step if step and wait is not None else None,
+        "tflop_per_s": seen.tflop_per_s,
+        "mfu": seen.mfu.get("datasheet"),
+        "peak_gib": seen.peak_gib,
+        "joule_per_sample": seen.joule_per_sample,
+        **{name: value for name, value in seen.gpu.items() if name == "watts" or name.endswith("_pct")},
+    }
+
+
+def find_unheard(trainer: Any, module: Any) -> set[str]:
+    """The actions of hooks that nobody has overridden: Lightning opens them all the same."""
+    space = namespaces.of(trainer)
+    owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]
+    base = namespaces.load(space, "callbacks.Callback")
+    owners += [(f"[Callback]{callback.state_key}", callback, base) for callback in trainer.callbacks]
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, owner, base in owners:
+        for hook in dir(base):
+            if hook.startswith("on_"):
+                own = hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+                found[own].add(f"{name}.{hook}")
+    return found[False] - found[True]
+
+
+def count_planned_steps(trainer: Any) -> int | None:
+    """Optimizer steps this fit will make as far as the Trainer knows; None where it does not."""
+    limits: list[float] = []
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        limits.append(trainer.max_steps - trainer.global_step)
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    if epochs is not None and epochs >= 0 and isinstance(batches, int):
+        done = (trainer.fit_loop.batch_idx + 1) % max(1, batches)  # where it resumes in the midst of an epoch
+        an_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+        limits.append(an_epoch * (epochs - trainer.current_epoch) - done // trainer.accumulate_grad_batches)
+    return int(min(limits)) if limits else None

@@ -1,0 +1,265 @@
+"""Watch a fit: warm-up with its probes, the timed window, and after it what would disturb the timing.
+
+``warm-up (FLOPs, synchronisations) -> window -> extras (hunt, trace) -> a look now and then (drift)``
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+from fastloop.bridge.watch.phases import Marks
+from fastloop.config.loading import WatchSettings
+from fastloop.evidence.clock.gc_pauses import Garbage
+from fastloop.evidence.clock.loss_log import LossLog
+from fastloop.evidence.clock.step_clock import Clock, Window
+from fastloop.feeds.batch_tree import tensors
+
+ENOUGH_STEPS = 200
+"""A window that something comes after ends with so many steps, if its queues have passed ten times."""
+FEWEST_STEPS = 10
+"""Rather than with fewer, what comes after it is not done."""
+LONGEST_S = 900.0
+"""A window ends after so long, once it is long enough: later steps are only looked at now and then."""
+
+
+class Probe(Protocol):
+    """Something that looks at one step of the warm-up, from its first batch's work to its last one's."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+
+class Extra(Probe, Protocol):
+    """Something that looks at a few whole steps, outside the timed ones."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def step_ends(self) -> None: ...
+
+
+class Watch:
+    """Collects the marks of one fit on one rank. Issues no collective.
+
+    Args:
+        owed: batches asked of the loader's workers and not finished, or None where that cannot be read.
+        board: reads the GPU's counters over the window: ``start()``, ``stop()``.
+        probes: what runs once during warm-up, by the optimizer step it takes.
+        extras: what runs after the window, in order.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        settings: WatchSettings,
+        *,
+        owed: Callable[[], int | None] = lambda: None,
+        board: Any = None,
+        probes: Mapping[int, Probe] | None = None,
+        extras: Sequence[Extra] = (),
+    ) -> None:
+        self.device, self.settings, self._owed, self.board = device, settings, owed, board
+        self.clock = Clock(device, settings.warmup_steps)
+        self.marks, self.garbage = Marks(self.clock), Garbage(self.clock)
+        self.losses, self.tokens = LossLog(), Tokens()
+        self.ends_at: int | None = None
+        """Optimizer steps this fit will have made, where the Trainer knows."""
+        self.window: Window | None = None
+        self.board_seen: Any = None
+        self.owed: tuple[int | None, int | None] = (None, None)
+        self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
+        self._probe: Probe | None = None
+        self._extras = deque(extras)
+        self._extra: Extra | None = None
+        self._extra_steps = 0
+        self._boundary, self._opened_at = True, 0.0
+        self._fetched_inside = False
+        """training_step fetches its batches itself: no call of the loop's comes between two steps."""
+        self.later: Any = None
+        """Looks at the step now and then once the window is over, see `probes.Later`."""
+
+    # -- the loop's calls -----------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """The loop asks for a batch."""
+        self._fetched_inside = self.marks.in_work
+        if self._boundary and not self.marks.in_work:
+            self._turn()
+        was_open = self.clock.open
+        self.marks.clock.ask()
+        self.marks.whole = was_open and self.clock.total_steps > self.clock.opened_at
+        if self.clock.open and not was_open:
+            self._opens()
+        if self.marks.ranges is not None:
+            self.marks.ranges.push("data_wait")
+
+    def got(self) -> None:
+        """The loop has its batch."""
+        if self.marks.ranges is not None:
+            self.marks.ranges.pop()
+        self.marks.clock.got()
+        if self._boundary and not self.marks.in_work:
+            self._begin_probe()
+        self._boundary = False
+
+    def batch_end(
+        self, loss: torch.Tensor | None, batch: Any, size: int | None, step_ends: bool, batches_per_step: int
+    ) -> None:
+        """A batch of `size` samples is done; `loss` as Lightning divides it by the batches of a step."""
+        self.losses.add(loss, step_ends, batches_per_step)
+        if self.clock.detailed or self._probe is not None:
+            self.tokens.add(batch)
+        self.clock.batch_done(size, step_ends)
+        if self.marks.clock is not self.clock:
+            self.marks.clock.batch_done(size, step_ends)
+        if step_ends:
+            self._boundary = True
+            if self._extra is not None:
+                self._extra.step_ends()
+                self._extra_steps += 1
+            if self._fetched_inside:
+                self._turn()
+                self._begin_probe()
+
+    def close(self) -> None:
+        """Nothing more will come: end whatever is still going on."""
+        self._end_probe()
+        if self._extra is not None:
+            self._extra.end()
+            self._extra = None
+        if self.later is not None:
+            self.later.end(self.clock.total_steps)
+        self._close_window()
+
+    def stop(self) -> None:
+        """Give up: nothing of ours goes on, and nothing more is measured. Harmless after ``close``."""
+        running = [probe for probe in (self._probe, self._extra) if probe is not None]
+        self._probe = self._extra = None
+        self._probes.clear()
+        self._extras.clear()
+        for probe in running:
+            with suppress(Exception):  # what fails may be the very reason for giving up
+                probe.give_up()
+        self.marks.around_work = self.marks.around_forward = self.marks.ranges = None
+        self.garbage.stop()
+        for clock in (self.clock, self.marks.clock):
+            clock.stop()
+        if self.board is not None:
+            self.board.stop()
+
+    # -- its stages -----------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Between two steps: go on to the next stage where it is time."""
+        self._end_probe()
+        if self.clock.open and self._is_over():
+            self._close_window()
+            self._next_extra()
+        elif self._extra is not None:
+            if self._extra_steps >= self._extra.steps:
+                self._extra.end()
+                self._next_extra()
+        elif self.later is not None and self.clock.closed:
+            self.later.between_steps(self.clock.total_steps)
+
+    def _begin_probe(self) -> None:
+        if self._probes and (probe := self._probes.pop(self.clock.total_steps, None)) is not None:
+            self._probe = probe
+            probe.begin()
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.end()
+            self._probe = None
+
+    def _next_extra(self) -> None:
+        self._extra, self._extra_steps = self._extras.popleft() if self._extras else None, 0
+        if self._extra is not None:
+            self._extra.begin()
+
+    def _opens(self) -> None:
+        self._opened_at = time.monotonic()
+        self.owed = (self._owed(), None)
+        self.garbage.start()
+        if self.board is not None:
+            self.board.start()
+
+    def _is_over(self) -> bool:
+        long = time.monotonic() - self._opened_at > LONGEST_S
+        if not long and not self._extras:
+            return False  # at every step of most fits
+        done, passed = self.clock.total_steps, self.clock.account
+        long_enough = passed.batches >= 10 * self.clock.queued_batches
+        if long and long_enough:
+            return True
+        if not self._extras or passed.steps < FEWEST_STEPS:
+            return False
+        if self.ends_at is not None and done >= self.ends_at - sum(extra.steps for extra in self._extras) - 1:
+            return True
+        return passed.steps >= ENOUGH_STEPS and long_enough and self.ends_at is None
+
+    def _close_window(self) -> None:
+        if not self.clock.open:
+            return
+        self.garbage.stop()
+        self.owed = (self.owed[0], self._owed())
+        self.window = self.clock.close()
+        if self.board is not None:
+            self.board_seen = self.board.stop()
+        if self.later is not None:
+            self.later.reference(self.window, self.clock.total_steps)
+
+
+# Tokens per sample of a language model's batches: all of them, and those that are no padding.
+
+MOST = 256
+"""Batches looked at: a ring of sums that stay on their device until the end."""
+
+
+class Tokens:
+    """Looks at batches of integer tensors [samples, length]. Adds no synchronisation."""
+
+    def __init__(self) -> None:
+        self._rows = self._all = 0
+        self._real: list[torch.Tensor] = []
+        self._masked = 0
+
+    def add(self, batch: Any) -> None:
+        """One batch; nothing where it holds no integer tensor [samples, length]."""
+        ids = _ids(batch)
+        if ids is None or (self._rows and len(self._real) >= MOST):
+            return
+        self._rows += ids.shape[0]
+        self._all += ids.numel()
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            self._real.append(mask.detach().ne(0).sum())
+            self._masked += ids.numel()
+
+    def per_sample(self) -> tuple[float | None, float | None]:
+        """Tokens per sample, and those that an attention mask does not hide (one synchronisation); None = not known."""
+        if not self._rows:
+            return None, None
+        every = self._all / self._rows
+        if not self._masked:
+            return every, None
+        real = sum(float(count) for count in self._real)
+        return every, every * real / self._masked
+
+
+def _ids(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+        found = batch["input_ids"]
+        return found if found.ndim == 2 else None
+    first = next(tensors(batch), None)
+    long = first is not None and first.ndim == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
+    return first if long else None

@@ -1,0 +1,180 @@
+"""Plumbing of the command line: answers, suggestions, signals, output files, error messages. Prints nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from fastloop.errors import ConfigError, FastLoopError
+from fastloop.experiments.trials.failures import NO_ROOM, Failed
+from fastloop.records.store import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Text for people, one object for programs, and the exit code."""
+
+    text: str
+    json: Mapping[str, Any] | None = None
+    """None: this process has nothing to say, as the ranks beside the first one."""
+    exit_code: int = 0
+
+
+def attach(error: BaseException, record: Record) -> None:
+    """Let what ends a command carry what was found until then: ``--json`` gets it all the same."""
+    vars(error)["fastloop_record"] = record
+
+
+def get_attached(error: BaseException) -> Record | None:
+    """What `attach` gave it."""
+    record: Record | None = vars(error).get("fastloop_record")
+    return record
+
+
+class Commands(click.Group):
+    """A group that suggests the nearest command for a mistyped one."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], self.commands, n=1)
+            do = f"write {close[0]}" if close else "run fastloop --help"
+            raise ConfigError(got=f"command {args[0]!r}", why=f"the commands are {', '.join(self.commands)}", do=do)
+        return super().resolve_command(ctx, args)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send whatever this process and its children print to stderr.
+
+    Raises:
+        ConfigError: stdout is closed.
+    """
+    if sys.stdout is None:
+        raise ConfigError(got="--json -", why="stdout is closed", do="write --json FILE")
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def to_stdout() -> Iterator[None]:
+    """Report a failed write to stdout. A closed pipe is no error: the reader has left.
+
+    Raises:
+        FastLoopError: stdout cannot be written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise FastLoopError(
+            got="stdout",
+            why=f"it cannot be written: {error.strerror or error}",
+            do="redirect stdout elsewhere; fastloop report RUN_DIR shows a run again",
+        ) from None
+
+
+def check_writable(path: Path) -> None:
+    """Make sure, before training, that the result can be written after it; raises ConfigError."""
+    there = path.exists()
+    write(path, "", mode="a")
+    if not there:
+        path.unlink()
+
+
+def write(path: Path, text: str, mode: str = "w") -> None:
+    """Write a ``--json`` file; raises ConfigError where that fails."""
+    try:
+        with path.open(mode, encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(
+            got=f"--json {path}",
+            why=f"it cannot be written: {error.strerror or error}",
+            do="choose a file in a directory you can write to, or - for stdout",
+        ) from None
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Convert a duration such as ``90s``, ``20m``, ``1h30m`` or ``90`` to seconds; raises ConfigError."""
+    one = r"(\d+(?:\.\d+)?)"
+    found = re.fullmatch(f"{one}|(?:{one}h)?(?:{one}m)?(?:{one}s)?", text.strip())
+    parts = found.groups(default="0") if found else ()
+    total = sum(float(part) * unit for part, unit in zip(parts, (1, 3600, 60, 1), strict=False))
+    if total <= 0:
+        raise ConfigError(got=f"{option} {text}", why="not a valid duration", do="write 90s, 20m or 1h30m")
+    return total
+
+
+def handle_signals() -> list[int]:
+    """Let SIGTERM and a closed terminal end the program as Ctrl-C does, so that it cleans up. Returns a list that
+    receives each signal's number.
+
+    Training handles SIGTERM itself, see ``bridge/fit/shutdown.py``. An ignored signal, as after nohup, stays ignored.
+    """
+    received: list[int] = []
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, stop)
+    return received
+
+
+def describe_exit(error: BaseException) -> tuple[str, int]:
+    """The text for stderr and the exit code of a program that ends with this error."""
+    if isinstance(error, FastLoopError):
+        return f"fastloop: {error}", error.exit_code
+    if isinstance(error, Failed):
+        return str(error), error.exit_code
+    if isinstance(error, click.ClickException):
+        return f"fastloop: {to_config_error(error)}", 2
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return "fastloop: interrupted", 130
+    if isinstance(error, SystemExit):
+        code = error.code
+        return code if isinstance(code, str) else "", code if isinstance(code, int) else int(code is not None)
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        got = str(error.filename or "the output")
+        why = f"it cannot be written: {error.strerror}"
+        return f"fastloop: {FastLoopError(got=got, why=why, do='free some space, or write to another disk')}", 1
+    trace = "".join(traceback.format_exception(error))
+    return f"{trace}fastloop: this is a bug in fastloop: {type(error).__name__}: {error}", 1
+
+
+def to_config_error(error: click.ClickException) -> ConfigError:
+    """Convert a usage error of click's to ours: got, why, do."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "fastloop"
+    why, do = error.format_message(), f"see {command} --help"
+    if isinstance(error, click.NoSuchOption):
+        name, near = error.option_name, error.possibilities or ()
+        why = f"{command} has no option {name}"
+        if "." in name:
+            do = f"write {name.lstrip('-')}=…, without dashes"
+        elif near:
+            do = f"write {difflib.get_close_matches(name, near, n=1, cutoff=0.0)[0]}"
+    elif isinstance(error, click.MissingParameter) and error.param is not None:
+        why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
+    return ConfigError(got=command, why=why, do=do)

@@ -1,0 +1,45 @@
+"""fastloop report: show what a run directory holds."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from fastloop.commands.console import Answer
+from fastloop.errors import ConfigError
+from fastloop.experiments.trials.run_directories import ROOT
+from fastloop.records import store
+from fastloop.records.run_files import load_run
+from fastloop.records.store import is_file
+
+
+def report(run_dir: str) -> Answer:
+    """The report of a run directory as text, and its records as one object, shaped like that of ``fastloop run``.
+
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+    path = Path(run_dir)
+    if path.name in ("report.html", "report.md") and is_file(path):  # the line that a run ends with names one of them
+        path = path.parent
+    text = path / "report.md"
+    if not is_file(text):
+        raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_instead(path))
+    return Answer(
+        text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=store.to_json(load_run(path))
+    )
+
+
+def to_open(run_dir: str) -> str:
+    """The file to open of a run that `report` has shown: the page where there is one."""
+    return str(store.report_in(Path(run_dir)) or run_dir)
+
+
+def _instead(path: Path) -> str:
+    for folder in (path, ROOT / path):
+        with contextlib.suppress(OSError):
+            found = [path for depth in range(4) for path in folder.glob(f"{'*/' * depth}report.md")]
+            runs = sorted(found, key=lambda path: path.stat().st_mtime)
+            if runs:
+                return f"write the directory of one run, such as {runs[-1].parent}"
+    return f"write the directory that fastloop run printed, below {ROOT}/"

@@ -1,0 +1,62 @@
+"""With what a run there was can be run again: its own configuration, or, where that has no recipe, its script."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from fastloop.config.loading import load
+from fastloop.config.shipped import shipped
+from fastloop.errors import ConfigError
+from fastloop.records.card import Patch
+from fastloop.records.run_files import load_environment
+from fastloop.records.store import is_file
+
+CONFIGURATION = "config.resolved.yaml"
+
+
+def is_run(target: str) -> bool:
+    """Whether a command's argument is a directory with a run in it, and no shipped recipe's name."""
+    return ("/" in target or target not in shipped("recipes")) and is_file(Path(target) / "measurement.json")
+
+
+def configuration(where: Path) -> Path | None:
+    """What ``fastloop run`` takes to run it again; None where there is no recipe in it, or none that is still there."""
+    path = where / CONFIGURATION
+    try:
+        return path if load(f"{path.parent}/{path.name}").recipe_file is not None else None
+    except ConfigError:
+        return None
+
+
+def by_script(trace: int | None) -> str:
+    """What to do with a run whose training was a script's own, for a trace of so many steps if one is wanted."""
+    none = f"{CONFIGURATION} has no recipe that fastloop could train"
+    if trace is None:
+        return f"run your script again, with FastLoop(...) as you want it or by fastloop exec; {none}"
+    return (
+        f'run your script again with FastLoop({{"watch": {{"trace_steps": {trace}}}}}), or by fastloop exec with'
+        f" watch.trace_steps: {trace} in its --config; {none}"
+    )
+
+
+def to_prove(where: Path, patch: Patch) -> str:
+    """The command that finds out whether a patch makes this run faster; a script's name as far as the run knows it."""
+    rungs = patch.get("rungs") or {}
+    named = [rung for rung, settings in rungs.items() if settings == {"enabled": True}]
+    keys = [
+        f"rungs.{rung}.{key}={json.dumps(value)}"
+        for rung, settings in rungs.items()
+        if rung not in named
+        for key, value in settings.items()
+    ]
+    conf = configuration(where)
+    base = _script(where) if conf is None else shlex.quote(str(conf))
+    return f"fastloop ab {base} --vs {','.join([*named, *keys])}"
+
+
+def _script(where: Path) -> str:
+    argv = load_environment(where).argv
+    script, *given = argv if argv and argv[0].endswith(".py") else ("train.py",)
+    return f"--script {shlex.quote(script)}" + (f" --args {shlex.quote(shlex.join(given))}" if given else "")

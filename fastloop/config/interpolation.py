@@ -1,0 +1,93 @@
+"""``${run.seed}``: a value taken from another key. Resolvers (``${oc.env:HOME}``) are refused: YAML runs nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastloop.config.layers import Leaf, Leaves, flatten, nest
+from fastloop.config.schema import fault
+from fastloop.config.strict_yaml import Marked, Origin
+from fastloop.errors import ConfigError
+from fastloop.records.secrets import is_secret
+
+
+def refuse_resolvers(layer: Marked) -> None:
+    """Refuse every ``${…:…}`` of a layer before anything can evaluate it.
+
+    Raises:
+        ConfigError: with file, line and key.
+    """
+    for path, value in flatten(layer.value):
+        if _mentions(value, _calls_resolver):
+            raise fault(
+                ".".join(path),
+                layer.origin(path),
+                "only keys are looked up; resolvers are not run",
+                "write the value, or a key as in ${run.seed}",
+                value=value,
+            )
+
+
+def resolve(leaves: Leaves) -> Leaves:
+    """The leaves with every ``${a.b}`` replaced by the value of that key; a replaced leaf keeps its origin.
+
+    Raises:
+        ConfigError: a key that is not there, a loop, or a brace left open; with file, line and key.
+    """
+    if not any(_mentions(leaf.value, lambda text: "${" in text) for leaf in leaves.values()):
+        return leaves
+    from omegaconf import OmegaConf  # here, because importing it takes longer than all the rest of loading
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(nest(leaves)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise _unresolved(error, leaves) from None
+    resolved: Leaves = {}
+    for path, leaf in leaves.items():
+        value: Any = values
+        for key in path:
+            value = value[key]
+        resolved.update({inner: Leaf(each, leaf.origin) for inner, each in flatten(value, path)})
+    return resolved
+
+
+def escape(nested: Any) -> Any:
+    """Resolved values as they have to be written down to be read back unchanged: a literal ``${`` becomes ``\\${``."""
+    if isinstance(nested, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", nested)
+    if isinstance(nested, Mapping):
+        return {key: escape(value) for key, value in nested.items()}
+    return [escape(item) for item in nested] if isinstance(nested, list) else nested
+
+
+def _mentions(value: Any, found: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(_mentions(item, found) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and bool(found(value))
+
+
+def _calls_resolver(text: str) -> bool:
+    """A colon anywhere inside a ``${…}``, nested ones included."""
+    depth = 0
+    for token in re.findall(r"\$\{|[}:]", re.sub(r"\\[\\$]", "", text)):  # an escaped \${ interpolates nothing
+        if token == ":" and depth:
+            return True
+        depth = max(0, depth + {"${": 1, "}": -1, ":": 0}[token])
+    return False
+
+
+def _unresolved(error: Exception, leaves: Leaves) -> ConfigError:
+    key = re.sub(r"\[\d+\]", "", getattr(error, "full_key", None) or "")
+    leaf = leaves.get(tuple(key.split(".")), Leaf("", Origin("configuration")))
+    missing = re.search(r"Interpolation key '(.+)' not found", str(error))
+    if missing:
+        why = "there is no such key" if is_secret(key) else f"there is no key {missing[1]}"
+        do = "write a key from the top, as in ${run.seed}"
+    elif "Recursive" in str(error) or "parent node" in str(error):
+        why, do = "it leads back to itself", "write a plain value at one of the keys"
+    else:
+        why, do = "it is not a key inside ${…}", "fix the braces, or write \\${ where a plain ${ is meant"
+    return fault(key, leaf.origin, why, do, value=leaf.value)

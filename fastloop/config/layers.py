@@ -1,0 +1,256 @@
+"""The layers of a configuration: the files it is made of, the command line, and how one is laid over another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fastloop.config.shipped import KINDS, is_path, locate, shipped, shipped_root
+from fastloop.config.strict_yaml import KeyPath, Marked, Origin, load_yaml, parse_scalar
+from fastloop.errors import ConfigError
+from fastloop.records.secrets import mask
+
+COMMAND_LINE = "command line"
+
+_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+_TOKEN = re.compile(r"""(?<=[=,:[{\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')|.""", re.DOTALL)
+"""A quoted text, or one character. A quote opens only where a value begins: in ``it's`` it is a letter."""
+
+
+class Leaf(NamedTuple):
+    """A value that holds no further keys (lists count as one value) and where it came from."""
+
+    value: Any
+    origin: Origin
+
+
+Leaves = dict[KeyPath, Leaf]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file, dict or ``key=value``, without its ``base`` key."""
+
+    marked: Marked
+    path: Path | None = None
+    depth: int = 0
+    """How many ``base`` keys away from the file that was asked for."""
+
+
+def file_layers(text: str, cwd: Path) -> list[Layer]:
+    """The layers of a file by path or shipped name: its bases left to right, each after its own bases, then itself.
+
+    Raises:
+        ConfigError: what `locate` and `load_yaml` refuse; bases that come back to themselves, with the chain.
+    """
+    layer = _read(locate(text, cwd, got=repr(text)), cwd)
+    return _with_bases(layer, cwd, chain=(layer,))
+
+
+def dict_layers(values: Mapping[str, Any], cwd: Path) -> list[Layer]:
+    """The layers of a Python mapping, whose ``base`` paths start at the working directory."""
+    layer = Layer(Marked(plain_values(values, ()), {}, "dict"))
+    return _with_bases(layer, cwd, chain=(layer,))
+
+
+def patch_layer(text: str, cwd: Path) -> Layer:
+    """The layer of a patch file by path or shipped name.
+
+    Raises:
+        ConfigError: the patch has a ``base``.
+    """
+    layer = _read(locate(text, cwd, got=repr(text)), cwd)
+    if "base" in layer.marked.value:
+        raise ConfigError(
+            got=f"base ({layer.marked.origin(('base',))})",
+            why="a patch may not have a base",
+            do="delete base here, or give this file as the configuration itself",
+            key="base",
+        )
+    return layer
+
+
+def override_layers(arguments: Sequence[str]) -> list[Layer]:
+    """One layer for each ``key=value`` in arguments such as ``a.b=1,c.d=[1,2]``.
+
+    Raises:
+        ConfigError: a part without ``=`` or without a value, an unclosed bracket, ``base``. Secrets are not printed.
+    """
+    return [_override(part, argument) for argument in arguments for part in _split(argument)]
+
+
+def as_patch(text: str) -> tuple[Literal["more", "override"], str]:
+    """What a ``--vs`` means: ``key=value`` is an override, a path or a shipped name is a file laid on top.
+
+    Raises:
+        ConfigError: neither, with the names there are; a recipe, which is what a patch is laid on.
+    """
+    key, equals, _ = text.partition("=")
+    if equals and _KEY.fullmatch(key.strip()):
+        return "override", text
+    if is_path(text):
+        return "more", text
+    names = [name.strip() for name in text.split("+")]
+    if len(names) > 1 and all(any(name in shipped(kind) for kind in KINDS) for name in names):
+        raise ConfigError(got=repr(text), why="separate several patches with commas", do=f"write {','.join(names)}")
+    if text in shipped("recipes"):
+        raise ConfigError(
+            got=repr(text),
+            why="it is a recipe, but --vs takes a patch, rung or ladder",
+            do="write a rung, a ladder, a file with the patch, or key=value",
+        )
+    locate(text, Path(), got=repr(text))
+    return "more", text
+
+
+def merge(layers: Iterable[Iterable[tuple[KeyPath, Leaf]]]) -> Leaves:
+    """Lay layers over one another, the later on top: mappings merge, anything else (lists as well) replaces."""
+    merged: Leaves = {}
+    for layer in layers:
+        for path, leaf in layer:
+            inside = [each for each in merged if len(each) > len(path) and each[: len(path)] == path]
+            if leaf.value == {} and inside:
+                continue
+            for covered in (*inside, *(path[:length] for length in range(1, len(path)))):
+                merged.pop(covered, None)
+            merged[path] = leaf
+    return merged
+
+
+def marked_leaves(marked: Marked) -> Iterator[tuple[KeyPath, Leaf]]:
+    """The leaves of one layer with their origins."""
+    return ((path, Leaf(value, marked.origin(path))) for path, value in flatten(marked.value))
+
+
+def flatten(nested: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every leaf of nested dicts with its path; an empty dict below the top is a leaf."""
+    if isinstance(nested, dict) and (nested or not path):
+        for key, value in nested.items():
+            yield from flatten(value, (*path, key))
+    else:
+        yield path, nested
+
+
+def nest(leaves: Mapping[KeyPath, Leaf]) -> dict[str, Any]:
+    """The nested dict that has these leaves."""
+    nested: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        inner = nested
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = leaf.value
+    return nested
+
+
+def shown(path: Path, cwd: Path) -> str:
+    """A file as messages call it: from the working directory or from what is shipped, else in full."""
+    for folder in (cwd.absolute(), shipped_root()):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return str(path)
+
+
+def _read(path: Path, cwd: Path, depth: int = 0) -> Layer:
+    return Layer(load_yaml(path, shown=shown(path, cwd)), path, depth)
+
+
+def _with_bases(layer: Layer, cwd: Path, chain: tuple[Layer, ...]) -> list[Layer]:
+    layers: list[Layer] = []
+    folder = layer.path.parent if layer.path else cwd
+    for text, origin in _bases(layer.marked):
+        names = [each.marked.file for each in chain]
+        got = f"base: {text} ({origin})"
+        path = locate(text, folder, got=got, chain=f" (base by base: {' -> '.join([*names, text])})")
+        base = _read(path, cwd, layer.depth + 1)
+        if path in [each.path for each in chain]:
+            raise ConfigError(
+                got=got,
+                why=f"the bases form a circle: {' -> '.join([*names, base.marked.file])}",
+                do="delete one of these base lines",
+                key="base",
+            )
+        layers += _with_bases(base, cwd, (*chain, base))
+    values = {key: value for key, value in layer.marked.value.items() if key != "base"}
+    return [*layers, replace(layer, marked=replace(layer.marked, value=values))]
+
+
+def _bases(marked: Marked) -> list[tuple[str, Origin]]:
+    base = marked.value.get("base", [])
+    items = base if isinstance(base, list) else [base]
+    for item in items:
+        if not isinstance(item, str):
+            raise ConfigError(
+                got=f"base: {mask(base)} ({marked.origin(('base',))})",
+                why="a base is a shipped name or a path",
+                do="write a name, a path, or a list of them",
+                key="base",
+            )
+    return [
+        (item, marked.origin(("base", str(index)) if isinstance(base, list) else ("base",)))
+        for index, item in enumerate(items)
+    ]
+
+
+def _split(argument: str) -> list[str]:
+    """Parts between commas that stand outside brackets, braces and quotes."""
+    parts, depth = [""], 0
+    for token in _TOKEN.findall(argument):
+        if token == "," and not depth:
+            parts.append("")
+            continue
+        depth = max(0, depth + (token in "[{") - (token in "]}"))
+        parts[-1] += token
+    if depth:
+        raise _bad_override(argument, "a bracket or brace is left open", "close it, or quote the whole value")
+    return parts
+
+
+def _override(part: str, argument: str) -> Layer:
+    key, equals, text = part.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not _KEY.fullmatch(key.strip()):
+        raise _bad_override(
+            argument,
+            "each part between commas has to be key=value",
+            "write key=value, and quote a value that holds commas",
+        )
+    if path[0] == "base":
+        raise _bad_override(argument, "base belongs into a file", "put base into a YAML file and give that")
+    if not text.strip():
+        raise _bad_override(argument, f"{key.strip()} gets no value", f"write {key.strip()}=null to mean nothing")
+    try:
+        value = parse_scalar(text, shown=COMMAND_LINE)
+    except ConfigError as error:
+        raise _bad_override(argument, error.why, error.do) from None
+    for inner in reversed(path):
+        value = {inner: value}
+    return Layer(Marked(value, {}, COMMAND_LINE))
+
+
+def _bad_override(argument: str, why: str, do: str) -> ConfigError:
+    return ConfigError(got=f"{mask([argument])[0]!r} ({COMMAND_LINE})", why=why, do=do)
+
+
+def plain_values(value: Any, path: KeyPath = ()) -> Any:
+    """Python values as YAML would hold them: mappings as dicts, sequences as lists; anything but scalars is refused."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or "." in key:
+                raise ConfigError(
+                    got=f"{'.'.join([*path, str(key)])} (dict)",
+                    why="a key is text without dots",
+                    do="nest the dicts: {'run': {'seed': 0}}",
+                )
+        return {key: plain_values(inner, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain_values(item, (*path, str(index))) for index, item in enumerate(value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ConfigError(
+        got=f"{'.'.join(path)}: a {type(value).__name__} (dict)",
+        why="a configuration holds text, numbers, booleans, null, lists and dicts",
+        do="write a plain value",
+    )

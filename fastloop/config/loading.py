@@ -1,0 +1,337 @@
+"""From YAML to one checked record.
+
+``load`` lays the files and the command line over the defaults, resolves ``${key}``, checks every key and type against
+the dataclasses and remembers for each value where it was written. Errors name file, line and full key, never a secret.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.config.interpolation import escape, refuse_resolvers, resolve
+from fastloop.config.layers import (
+    Layer,
+    Leaf,
+    Leaves,
+    dict_layers,
+    file_layers,
+    flatten,
+    marked_leaves,
+    merge,
+    nest,
+    override_layers,
+    patch_layer,
+    plain_values,
+)
+from fastloop.config.schema import build, check_keys, fault, first_origin, typed
+from fastloop.config.shipped import shipped
+from fastloop.config.strict_yaml import Origin
+from fastloop.errors import ConfigError
+from fastloop.records.secrets import Scrubber
+from fastloop.records.store import safe_name
+from fastloop.records.yaml_text import dump_yaml
+
+if TYPE_CHECKING:
+    from fastloop.ladder import Ladder
+
+ABSENT = "-"
+"""What `diff` shows for a key that one side does not have."""
+
+DEFAULT = Origin("default")
+
+NOT_FOR_CALLBACKS = ("recipe", "run", "trainer")
+"""Sections that describe a run; inside somebody else's Trainer there is nothing they could set."""
+
+OWNED = {
+    "max_steps": ("run owns it", "write run.max_steps"),
+    "devices": ("run owns it", "write run.devices"),
+    "accelerator": ("run owns it", "write run.accelerator"),
+    "callbacks": ("callbacks are objects, and YAML builds none", "return them from the module's configure_callbacks"),
+}
+"""Keys of ``trainer`` that are set elsewhere: why, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long, how often and on what to train."""
+
+    max_steps: int = 200
+    """Optimizer steps, at least 1."""
+    seed: int = 0
+    """Seed of the first run, 0 to 2**32 - 1; run i of an experiment takes seed + i."""
+    devices: int = 1
+    """Training processes on this machine, one device each."""
+    accelerator: str = "auto"
+    """As in Lightning: auto, cpu, gpu, …"""
+    resume: str | None = None
+    """Path of the checkpoint to go on from; null = start anew."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "run.max_steps", self.max_steps)
+        _at_least(0, "run.seed", self.seed)
+        _at_least(1, "run.devices", self.devices)
+        if self.seed >= 2**32:
+            raise ConfigError(
+                key="run.seed",
+                got=f"run.seed: {self.seed}",
+                why="NumPy takes seeds below 2**32",
+                do="write a smaller seed",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """What is measured while training."""
+
+    enabled: bool = True
+    warmup_steps: int = 20
+    """Optimizer steps before the measured window opens."""
+    trace_steps: int = 0
+    """Optimizer steps of the window to record as a trace; 0 = no trace."""
+    usd_per_gpu_hour: float | None = None
+    """Price of one GPU in US dollars per hour; null = costs are not reported."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, "watch.warmup_steps", self.warmup_steps)
+        _at_least(0, "watch.trace_steps", self.trace_steps)
+        _at_least(0, "watch.usd_per_gpu_hour", self.usd_per_gpu_hour or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A checked configuration. Its repr leaves out what may hold secrets: recipe, trainer and values."""
+
+    name: str
+    """Safe as a folder name."""
+    recipe_file: Path | None
+    """The recipe's Python file: beside the YAML deepest in the chain of bases that has one."""
+    recipe_yaml: str | None
+    """The YAML beside it, as origins call it."""
+    recipe: Mapping[str, Any] = field(repr=False)
+    run: RunSettings
+    trainer: Mapping[str, Any] = field(repr=False)
+    watch: WatchSettings
+    strict: bool
+    ladder: Ladder
+    values: Mapping[str, Any] = field(repr=False)
+    """Everything, defaults included, as nested plain values."""
+    origins: Mapping[str, Origin] = field(repr=False)
+    """Dotted key of each leaf of ``values`` -> where it came from. A list is one leaf."""
+
+
+def load(
+    conf: str,
+    *,
+    more: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    cwd: Path | None = None,
+    ladder_class: type[Any] | None = None,
+) -> Config:
+    """Read a configuration: defaults < its bases, left to right < the file itself < ``more`` < ``overrides``.
+
+    Args:
+        conf: a path (contains ``/`` or ends in ``.yaml``) or a shipped name.
+        more: patches, by path or shipped name; they have no ``base``.
+        overrides: ``key=value`` arguments, several to an argument where commas part them.
+        cwd: where relative paths start; default: the working directory.
+        ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
+
+    Raises:
+        ConfigError: whatever is wrong, with file, line and full key.
+    """
+    cwd = cwd or Path.cwd()
+    files = file_layers(conf, cwd)
+    layers = [*files, *(patch_layer(text, cwd) for text in more), *override_layers(overrides)]
+    return _assemble(layers, safe_name(Path(conf).stem), _recipe_layer(files), ladder_class)
+
+
+def from_callback(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None, ladder_class: type[Any] | None = None
+) -> tuple[Config, tuple[str, ...]]:
+    """The configuration of ``FastLoop(config)``, and the sections in it that a callback ignores.
+
+    Args:
+        config: None (defaults: only watch), a shipped name or a path, or a mapping shaped like the YAML.
+        ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    cwd = Path.cwd()
+    if config is None:
+        name, layers = "fastloop", []
+    elif isinstance(config, Mapping):
+        name, layers = "dict", dict_layers(config, cwd)
+    elif not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(
+            got=f"FastLoop({config!r})",
+            why=f"{type(config).__name__} is no configuration",
+            do="write a shipped name, a path, or a mapping such as {'rungs': {...}}",
+        )
+    else:
+        text = config if isinstance(config, str) else str(Path(config).absolute())
+        name, layers = safe_name(Path(text).stem), file_layers(text, cwd)
+    ignored = tuple(key for key in NOT_FOR_CALLBACKS if any(key in layer.marked.value for layer in layers))
+    return _assemble(layers, name, None, ladder_class, ignored), ignored
+
+
+def require_recipe(config: Config) -> Path:
+    """The recipe's Python file.
+
+    Raises:
+        ConfigError: neither the configuration nor one of its bases is a recipe: there is nothing to train.
+    """
+    if config.recipe_file is None:
+        raise ConfigError(
+            got=config.name,
+            do=f"write base: with one of {', '.join(sorted(shipped('recipes')))}",
+            why="neither it nor its bases name a recipe, so there is nothing to train",
+        )
+    return config.recipe_file
+
+
+def to_yaml(config: Config) -> str:
+    """All values as YAML, secrets masked."""
+    return dump_yaml(escape(_masked(config)))
+
+
+def show(config: Config) -> list[tuple[str, Any, Origin]]:
+    """Key, value and origin of every leaf; secrets masked."""
+    return [(".".join(path), value, config.origins[".".join(path)]) for path, value in flatten(_masked(config))]
+
+
+def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
+    """Key and both values of every leaf that differs, `ABSENT` where there is none; secrets masked."""
+    clear_a, clear_b = dict(flatten(a.values)), dict(flatten(b.values))
+    shown_a, shown_b = dict(flatten(_masked(a))), dict(flatten(_masked(b)))
+    # By their text, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all of them.
+    differing = [
+        path
+        for path in {**clear_a, **clear_b}
+        if (path in clear_a) != (path in clear_b) or repr(clear_a[path]) != repr(clear_b[path])
+    ]
+    return [(".".join(path), shown_a.get(path, ABSENT), shown_b.get(path, ABSENT)) for path in differing]
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """What was written on top of the defaults and the recipe's own YAML, nested; secrets masked."""
+    return nest(
+        {
+            path: Leaf(value, origin)
+            for path, value in flatten(_masked(config))
+            if (origin := config.origins[".".join(path)]) != DEFAULT and origin.file != config.recipe_yaml
+        }
+    )
+
+
+def _assemble(
+    layers: Sequence[Layer],
+    name: str,
+    recipe: Layer | None,
+    ladder_class: type[Any] | None,
+    ignored: Sequence[str] = (),
+) -> Config:
+    """Lay the layers over the defaults, resolve, check, and build the records."""
+    rungs = ladder_class or _ladder_class()
+    secrets = [layer.marked.value for layer in layers]
+    try:
+        for layer in layers:
+            refuse_resolvers(layer.marked)
+            kept = {key: value for key, value in layer.marked.value.items() if key not in ignored}
+            check_keys(kept, {"base": list, **_schema(rungs)}, layer.marked.origin)
+        leaves = _lay(layers, _defaults(rungs), ignored)
+        nested = nest(leaves)
+        secrets.append(nested)
+        origins = {".".join(path): leaf.origin for path, leaf in leaves.items()}
+        return _build({key: nested[key] for key in _schema(rungs)}, origins, rungs, name, recipe)
+    except ConfigError as error:
+        hide = Scrubber(*secrets).text
+        raise ConfigError(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
+
+
+def _lay(layers: Iterable[Layer], defaults: Leaves, ignored: Sequence[str]) -> Leaves:
+    """The layers over the defaults, resolved. Ignored sections can be referred to, then go back to their defaults."""
+    leaves = resolve(merge([defaults.items(), *(marked_leaves(layer.marked) for layer in layers)]))
+    kept = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
+    return kept | {path: leaf for path, leaf in defaults.items() if path[0] in ignored}
+
+
+def _build(
+    values: Mapping[str, Any], origins: Mapping[str, Origin], rungs: type[Any], name: str, recipe: Layer | None
+) -> Config:
+    run = build(RunSettings, values["run"], "run", origins)
+    watch = build(WatchSettings, values["watch"], "watch", origins)
+    strict = typed(values["strict"], bool, "strict", origins["strict"])
+    ladder = build(rungs, values["rungs"], "rungs", origins)
+    _check_trainer(values["trainer"], ladder, origins)
+    checked = {
+        key: plain_values(dataclasses.asdict(record))
+        for key, record in (("run", run), ("watch", watch), ("rungs", ladder))
+    }
+    return Config(
+        name=name,
+        recipe_file=recipe.path.with_suffix(".py") if recipe and recipe.path else None,
+        recipe_yaml=recipe.marked.file if recipe else None,
+        recipe=values["recipe"],
+        run=run,
+        trainer=values["trainer"],
+        watch=watch,
+        strict=strict,
+        ladder=ladder,
+        values={**values, **checked},
+        origins=origins,
+    )
+
+
+def _schema(rungs: type[Any]) -> dict[str, Any]:
+    """What may stand at the top of a configuration, in the order in which it is written."""
+    return {"recipe": dict, "run": RunSettings, "trainer": dict, "watch": WatchSettings, "strict": bool, "rungs": rungs}
+
+
+def _defaults(rungs: type[Any]) -> Leaves:
+    values = {
+        key: kind() if kind in (dict, bool) else dataclasses.asdict(kind()) for key, kind in _schema(rungs).items()
+    }
+    return {path: Leaf(value, DEFAULT) for path, value in flatten(plain_values(values))}
+
+
+def _ladder_class() -> type[Any]:
+    from fastloop.ladder import Ladder  # here, so that a configuration can be read against another ladder
+
+    return Ladder
+
+
+def _recipe_layer(files: Iterable[Layer]) -> Layer | None:
+    """The file deepest in the chain of bases that has a Python file beside it; of several as deep, the last."""
+    with_code = [layer for layer in files if layer.path and layer.path.with_suffix(".py").is_file()]
+    return max(reversed(with_code), key=lambda layer: layer.depth, default=None)
+
+
+def _check_trainer(trainer: Mapping[str, Any], ladder: Any, origins: Mapping[str, Origin]) -> None:
+    from fastloop.ladder import cards
+
+    owned = dict(OWNED)
+    for rung, card in cards().items():
+        if getattr(getattr(ladder, rung, None), "enabled", False):
+            for key, own in card.owns_trainer_keys.items():
+                owned[key] = (f"rungs.{rung} is enabled and owns it", f"write rungs.{rung}.{own}, or delete this line")
+    for key in trainer:
+        if key in owned:
+            full = f"trainer.{key}"
+            raise fault(full, first_origin(full, origins), *owned[key], value=trainer[key])
+
+
+def _masked(config: Config) -> Any:
+    return Scrubber(config.values).scrub(config.values)
+
+
+def _at_least(least: int, key: str, value: float) -> None:
+    if value < least:
+        raise ConfigError(
+            key=key, got=f"{key}: {value}", why=f"it must be at least {least}", do=f"write {least} or more"
+        )

@@ -1,0 +1,260 @@
+"""The schema is the dataclasses: keys are their fields, types their annotations. Nothing is converted silently.
+
+``build`` makes records from plain values. Text is never taken for a number or a boolean; the only conversions are an
+integer where a float is wanted and a list where a tuple is wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+
+from fastloop.config.strict_yaml import KeyPath, Origin
+from fastloop.errors import ConfigError
+from fastloop.records.secrets import MASK, is_secret, mask
+from fastloop.records.yaml_text import plain
+
+T = TypeVar("T")
+
+_NAMES: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    types.NoneType: "null",
+}
+_PLURALS: Mapping[Any, str] = {bool: "booleans", int: "integers", float: "numbers", str: "texts"}
+_IS: Mapping[type, str] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "text",
+    types.NoneType: "no value",
+    list: "a list",
+    dict: "a mapping",
+}
+_TRUE = ("yes", "y", "on", "true", "1")
+_FALSE = ("no", "n", "off", "false", "0")
+
+
+def check_keys(
+    values: Mapping[str, Any], schema: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin], path: KeyPath = ()
+) -> None:
+    """Refuse unknown keys, and single values where a section belongs.
+
+    Args:
+        values: nested plain values.
+        schema: what may stand there: a dataclass (its fields, and nothing else, stand below it), ``dict`` (a section
+            with any keys) or the type of a value.
+        origin_of: where a key was written.
+        path: where the values themselves stand.
+
+    Raises:
+        ConfigError: with file, line, full key and the nearest key there is.
+    """
+    for key, value in values.items():
+        here = (*path, key)
+        full, origin = ".".join(here), origin_of(here)
+        if key not in schema:
+            raise _unknown(key, schema, path, origin)
+        kind = schema[key]
+        section = kind is dict or dataclasses.is_dataclass(kind)
+        if section and not isinstance(value, dict):
+            example = "key" if kind is dict else next(iter(fields_of(kind)))
+            raise fault(
+                full,
+                origin,
+                f"{full} is a section with keys of its own",
+                f"write {key}: {{{example}: …}}, or delete the line",
+                value=value,
+            )
+        if not section and isinstance(value, dict):
+            raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
+        if dataclasses.is_dataclass(kind):
+            check_keys(value, fields_of(kind), origin_of, here)
+
+
+def settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
+    """The record of a section that was read with any keys, such as ``recipe``: its keys are checked, then its types.
+
+    Raises:
+        ConfigError: as `check_keys` and `build`.
+    """
+    check_keys({key: values}, {key: record}, lambda path: first_origin(".".join(path), origins))
+    return build(record, values, key, origins)
+
+
+def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
+    """The record with these values, records inside records included.
+
+    Args:
+        record: a dataclass.
+        values: values for its fields; a field without one keeps its default.
+        key: full key of the section, for messages.
+        origins: full key of each leaf -> where its value came from.
+
+    Raises:
+        ConfigError: a value of another type, or one that the record itself refuses; with file, line and full key.
+    """
+    fields: dict[str, Any] = {}
+    for name, kind in fields_of(record).items():
+        full = f"{key}.{name}"
+        if name not in values:
+            continue
+        if dataclasses.is_dataclass(kind):
+            fields[name] = build(cast("type[Any]", kind), values[name], full, origins)
+        else:
+            fields[name] = typed(values[name], kind, full, first_origin(full, origins))
+    try:
+        return record(**fields)
+    except ConfigError as error:
+        raise _located(error, key, origins) from None
+
+
+def typed(value: Any, kind: Any, key: str, origin: Origin) -> Any:
+    """The value as the annotation wants it; raises ConfigError where it is of another type."""
+    try:
+        return _read(value, kind)
+    except TypeError:
+        pass
+    wanted = _describe(kind)
+    if is_secret(key):
+        raise fault(key, origin, f"it must be {wanted}", f"write {wanted}", value=value)
+    raise fault(
+        key, origin, f"it must be {wanted}; {_verdict(value, kind)}", f"write {_instead(value, kind)}", value=value
+    )
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Field names of a dataclass with their types."""
+    hints = typing.get_type_hints(record)
+    return {field.name: hints[field.name] for field in dataclasses.fields(record)}
+
+
+def first_origin(key: str, origins: Mapping[str, Origin]) -> Origin:
+    """The origin of a key, or of the first leaf below it."""
+    return next((origin for leaf, origin in origins.items() if f"{leaf}.".startswith(f"{key}.")), Origin("unknown"))
+
+
+_NOTHING = object()
+
+
+def fault(key: str, origin: Origin, why: str, do: str, *, value: Any = _NOTHING) -> ConfigError:
+    """The error for one key, with its value unless that is a secret."""
+    shown = "" if value is _NOTHING else f": {MASK if is_secret(key) else spell(value)}"
+    return ConfigError(got=f"{key}{shown} ({origin})", why=why, do=do, key=key)
+
+
+def spell(value: Any) -> str:
+    """A value without the secrets inside it. A long one is named, not cut: half a secret would escape the scrubbing."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(mask(value))
+    return text if len(text) <= 80 else f"<{_IS.get(type(value), 'a value')} of {len(text)} characters>"
+
+
+def _unknown(key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin) -> ConfigError:
+    where = ".".join(path) or "a configuration"
+    home = [name for name, kind in schema.items() if dataclasses.is_dataclass(kind) and key in fields_of(kind)]
+    near = ["enabled"] if key == "on" and "enabled" in schema else difflib.get_close_matches(key, schema, n=1)
+    if home:
+        do = f"write {'.'.join([*path, home[0], key])}"
+    else:
+        do = f"write {near[0]}" if near else "write one of these, or delete the line"
+    return fault(".".join([*path, key]), origin, f"{where} has no key {key}; it has {', '.join(schema)}", do)
+
+
+def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
+    """A record's own complaint, with the full key and the place where the value was written."""
+    leaves = [key for key in origins if key.startswith(f"{section}.")]
+    known = [*leaves, *(leaf.rpartition(".")[0] for leaf in leaves)]
+    named = error.key or section
+    full = next((key for key in known if f".{key}".endswith(f".{named}")), section)
+    got = error.got
+    if full not in got:
+        got = got.replace(named, full, 1) if full.endswith(named) and named in got else f"{full}: {got}"
+    place = f" ({origins[full]})" if full in origins else ""
+    return ConfigError(got=f"{got}{place}", why=error.why, do=error.do, key=full)
+
+
+def _read(value: Any, kind: Any) -> Any:
+    """The value where the type accepts it, else TypeError."""
+    if isinstance(value, str) and {int, float} & set(_alternatives(kind)) and _number(value) is not None:
+        raise TypeError  # where a number may stand, 08 is a number gone wrong even if text may stand there too
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, float) and not math.isfinite(item) for item in items):
+        raise TypeError
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise TypeError from error
+
+
+def _describe(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return repr(arguments[0]) if len(arguments) == 1 else f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        count = "" if arguments[-1:] == (...,) else f"{len(arguments)} "
+        return f"a list of {count}{_PLURALS.get(arguments[0], 'values')}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(each) for each in arguments).replace("true or false or", "true, false or")
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _verdict(value: Any, kind: Any) -> str:
+    """What is wrong with the value: that it is text, or that it is not among the words allowed."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{spell(value)} is not finite"
+    if isinstance(value, str) and _words(kind) and _number(value) is None:
+        return f"{spell(value)} is not"
+    return f"{spell(value)} is {_IS.get(type(value), type(value).__name__)}"
+
+
+def _instead(value: Any, kind: Any) -> str:
+    """What was probably meant, else what may be written."""
+    kinds = _alternatives(kind)
+    word = str(value).lower()
+    if bool in kinds and word in (*_TRUE, *_FALSE):
+        return "true" if word in _TRUE else "false"
+    meant = _number(str(value)) if isinstance(value, (str, float)) else None
+    if meant is not None and (float in kinds or (int in kinds and meant == int(meant))):
+        unquoted = ", without quotes" if isinstance(value, str) and plain(value) == meant else ""
+        return f"{meant if float in kinds else int(meant)}{unquoted}"
+    words = _words(kind)
+    near = [each for each in words if word and each.startswith(word)] or difflib.get_close_matches(word, words, n=1)
+    if near:
+        return near[0]
+    if str in kinds and isinstance(value, (bool, int, float)):
+        return f'"{spell(value)}", in quotes'
+    return _describe(kind)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _words(kind: Any) -> list[str]:
+    """The words a type allows by name."""
+    literals = [typing.get_args(each) for each in _alternatives(kind) if typing.get_origin(each) is Literal]
+    return [str(choice) for choices in literals for choice in choices]
+
+
+def _number(text: str) -> int | float | None:
+    """The number that a text was meant to be: ``08``, ``1_000``, ``0x1F``, or one in quotes."""
+    for read in (int, lambda text: int(text, 0), float):
+        try:
+            number: int | float = read(text)
+        except ValueError:
+            continue
+        # Not math.isfinite, which overflows for integers beyond the floats.
+        return number if abs(number) <= sys.float_info.max else None
+    return None

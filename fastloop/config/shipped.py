@@ -1,0 +1,70 @@
+"""Names of what fastloop ships (recipes, ladders, climbs, rungs), the files behind them, and safe names for runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from fastloop.errors import ConfigError
+from fastloop.records.store import is_file
+
+Kind = Literal["recipes", "ladders", "climbs", "rungs"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""In the order in which a name is looked up."""
+
+
+def shipped_root() -> Path:
+    """The folder that holds ``recipes/`` and ``configs/``: inside the package in a wheel, the repository in a clone."""
+    package = Path(__file__).parents[1]
+    packed = package / "_shipped"
+    return packed if packed.is_dir() else package.parent
+
+
+def shipped(kind: Kind) -> dict[str, Path]:
+    """YAML files of one kind by name, sorted."""
+    folder = shipped_root() / ("recipes" if kind == "recipes" else f"configs/{kind}")
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def is_path(text: str) -> bool:
+    """Whether the text means a file (``./x``, ``a/b``, ``x.yaml``) and not a shipped name."""
+    return "/" in text or os.sep in text or text.endswith((".yaml", ".yml"))
+
+
+def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
+    """The file behind a path or a shipped name.
+
+    Args:
+        text: what was written.
+        folder: where relative paths start: the folder of the file that says it, or the working directory.
+        got: the first part of the error message, with file and line.
+        chain: how we came here, for the error message.
+
+    Raises:
+        ConfigError: no such file, or no such name; with the names there are and the nearest one.
+    """
+    if is_path(text):
+        path = Path(os.path.abspath(folder / Path(text).expanduser()))  # noqa: PTH100 (resolve would follow links)
+        if is_file(path):
+            return path
+        raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
+    names = {kind: shipped(kind) for kind in KINDS}
+    for kind in KINDS:
+        if text in names[kind]:
+            return names[kind][text]
+    known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
+    raise ConfigError(
+        got=got,
+        why=f"no recipe, ladder, climb or rung has this name{chain}; there are {known}",
+        do=_instead(text, folder, [name for kind in KINDS for name in names[kind]]),
+    )
+
+
+def _instead(text: str, folder: Path, names: list[str]) -> str:
+    if is_file(folder / f"{text}.yaml"):
+        return f"write {text}.yaml; a file needs its ending"
+    near = difflib.get_close_matches(text, names, n=1)
+    return f"write {near[0]}" if near else "write one of these names, or a path that ends in .yaml"

@@ -1,0 +1,94 @@
+"""What happens between steps now and then: validation, checkpoints, epoch ends, single pauses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution, find_garbage
+from fastloop.diagnose.finding import weigh
+from fastloop.diagnose.remedies import Rungs
+from fastloop.records import measurement
+from fastloop.records.measurement import GAPS
+from fastloop.records.plan import Finding
+from fastloop.records.readings import loader, to_number
+
+MOSTLY = 0.5
+"""Share of a finding from which on it is not called a cost of each step."""
+
+
+def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
+    """Validation inside fit, spread over the steps."""
+    advice = (
+        "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches"
+        " (limit_val_batches), and give the validation loader workers"
+    )
+    return _spread(step, rungs, "validation", "validation took", advice)
+
+
+def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
+    """Writing checkpoints while the device waits."""
+    advice = (
+        "save less often (ModelCheckpoint(every_n_train_steps=...)), or in the background"
+        " (Trainer(plugins=[AsyncCheckpointIO()]))"
+    )
+    return _spread(step, rungs, "checkpoint", "saving checkpoints took", advice)
+
+
+def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
+    """The end of an epoch: loaders restart, hooks run."""
+    advice = "make epochs longer, or do less in end-of-epoch hooks"
+    if workers := loader(step.measured).get("num_workers"):
+        advice = f"keep your loader's {workers} workers between epochs: persistent_workers=True"
+    return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice)
+
+
+def _spread(step: Attribution, rungs: Rungs, part: str, facts: str, advice: str) -> Finding | None:
+    """The finding for a part that comes now and then."""
+    cost = weigh(step, part, step.parts_ms.get(part))
+    if cost is None:
+        return None
+    return cost.explain(f"{facts} {cost.time}, spread over all steps", rungs.choose(step.measured, part, advice))
+
+
+# -- single pauses: what may be mostly a few long steps is not called a cost of each step ------------------------------
+
+
+def keep_costs_of_each_step(step: Attribution, found: Sequence[Finding]) -> list[Finding]:
+    """Drop the findings that may be mostly single pauses.
+
+    Which part of the step the pauses came in is not known, but for what is unexplained: so each finding is held against
+    all the rest of them.
+    """
+    share = step.to_pct(max(0.0, step.pauses_ms - step.parts_ms.get("unexplained", 0.0)))
+    return [
+        finding
+        for finding in found
+        if not share
+        or finding.bottleneck in GAPS
+        or finding.share_pct is None
+        or finding.share_pct - share >= max(WORTH_NAMING_PCT, MOSTLY * finding.share_pct)
+    ]
+
+
+def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
+    """Text for single pauses that explain the `hidden` findings, or that are worth naming themselves; else None."""
+    seen, names = step.measured, [finding.bottleneck for finding in hidden]
+    if not names and step.to_pct(step.pauses_ms) < WORTH_NAMING_PCT:
+        return None
+    steps, median = (seen.evidence.get("pauses") or {}).get("steps"), to_number(seen.step_ms.get("median"))
+    usual = "" if median is None else f", where the median step takes {median:.2f} ms"
+    most = f"that may be most of {' and '.join(names)}, so no per-step cost is named; " if names else ""
+    return (
+        f"{steps} of {seen.steps} steps took so long that this makes {step.format_ms(step.pauses_ms)}{usual}: {most}"
+        "no rung helps: run longer, so that single pauses weigh less"
+    )
+
+
+def describe_uneven_steps(step: Attribution) -> str | None:
+    """Text for a mean step that a few long steps dominate, beyond single pauses; else None."""
+    seen = step.measured
+    times = measurement.uneven(seen, find_garbage(seen) + step.pauses_ms)
+    median = to_number(seen.step_ms.get("median"))
+    if times is None or median is None:
+        return None
+    return f"the mean step is {times:.1f} times the median of {median:.2f} ms: a few long steps dominate it"

@@ -1,0 +1,102 @@
+"""How a cost becomes a finding: its share, its words, and what would be gained at most if it were gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
+from fastloop.diagnose.remedies import Remedy
+from fastloop.records.plan import Finding
+
+ORDINARY_MS = 0.25
+"""Milliseconds that any loop pays a step to fetch a batch, to move it, or for progress bar and logger: not named."""
+NO_GAIN_PCT = 3.0
+"""A trial without a cost that is at most this much faster shows that the cost is no bottleneck."""
+TITLES = {
+    "data_wait": "STARVED BY DATA",
+    "h2d": "WAITING FOR COPIES",
+    "launch_bound": "LAUNCH-BOUND",
+    "host_other": "HELD UP BY THE HOST",
+    "callbacks_logging": "HELD UP BY CALLBACKS, LOGGING",
+    "sync": "STALLED BY SYNCS",
+    "comm_exposed": "WAITING FOR GRADIENT EXCHANGE",
+    "straggler": "WAITING FOR A SLOW RANK",
+    "memory_bound": "BUSY, NOT FAST: MEMORY-BOUND",
+    "compute_bound": "BUSY",
+    "fp32_math": "BUSY, NOT FAST: FP32 MATH",
+    "validation": "HELD UP BY VALIDATION",
+    "checkpoint": "HELD UP BY CHECKPOINTS",
+    "epoch_gap": "HELD UP BETWEEN EPOCHS",
+}
+"""A bottleneck's headline where its rule has none for the case. Short enough for a terminal of 40 columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """A cost that is worth naming: a finding without words."""
+
+    bottleneck: str
+    time: str
+    """Its milliseconds in words: ``60.0 of 100.0 ms a step``."""
+    share_pct: float
+    gain_pct: float | None
+    is_estimate: bool
+
+    def explain(self, facts: str, remedy: Remedy, *, title: str = "", detail: Sequence[str] = ()) -> Finding:
+        """The finding: facts, and what to do about it. `title` is for a case that has a headline of its own."""
+        return Finding(
+            bottleneck=self.bottleneck,
+            share_pct=self.share_pct,
+            why=f"{facts}; {remedy.says}",
+            patch=remedy.patch,
+            ceiling_gain_pct=self.gain_pct,
+            ceiling_is_estimate=self.is_estimate,
+            detail=tuple(detail),
+            title=title or TITLES[self.bottleneck],
+        )
+
+
+def weigh(
+    step: StepParts,
+    bottleneck: str,
+    ms: float | None,
+    *,
+    measured_pct: float | None = None,
+    most_pct: float | None = None,
+    bound: bool = False,
+    worth_pct: float = WORTH_NAMING_PCT,
+    least_ms: float = 0.0,
+) -> Cost | None:
+    """Weigh a cost of `ms` milliseconds a step; None where it is not worth naming or was not measured.
+
+    Args:
+        measured_pct: the gain that a trial without the cost had; 3 % or less means that it is no bottleneck.
+        most_pct: a gain that the estimate may not exceed: of a trial that took away more than this cost, or of a part.
+        bound: `ms` is only an upper bound, from which no gain can be derived.
+        worth_pct, least_ms: smallest share of the step and smallest time to name.
+    """
+    if ms is None or ms < least_ms or (share := step.to_pct(ms)) < worth_pct:
+        return None
+    if measured_pct is not None and measured_pct <= NO_GAIN_PCT:
+        return None
+    bounds = [gain for gain in (bound_gain_pct(share), most_pct) if gain is not None]
+    estimate = min(bounds) if bounds and not bound else None
+    return Cost(
+        bottleneck=bottleneck,
+        time=step.format_ms(ms),
+        share_pct=share,
+        gain_pct=estimate if measured_pct is None else measured_pct,
+        is_estimate=measured_pct is None,
+    )
+
+
+def bound_gain_pct(share: float) -> float | None:
+    """Gain if a serial part of the step were gone; None where nothing would be left. An estimate, for loops overlap."""
+    return 100 * share / (100 - share) if share < 100 else None
+
+
+def format_factor(gain_pct: float) -> str:
+    """A gain as a factor: 8.3x."""
+    factor = 1 + gain_pct / 100
+    return f"{factor:.1f}x" if factor >= 2 else f"{factor:.2f}x"

@@ -1,0 +1,87 @@
+"""What keeps a GPU busy: good use of it, or what else, as its counters and the kernels of a trace have it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from fastloop.records.measurement import Measurement
+from fastloop.records.readings import precision, read_family_shares, read_gpu, read_trace, to_number
+
+WELL_USED_MFU, WELL_USED_TENSOR_PCT = 0.35, 60.0
+"""Of the datasheet's peak, and of the tensor cores' time: what good training code reaches."""
+FP32_MFU, PRODUCTS_SHARE, TENSOR_PCT = 0.25, 0.5, 25.0
+"""fp32 math is the reason from this share of the fp32 peak, or of the kernels' time spent in products, where the tensor
+cores are active for less than this."""
+DRAM_PCT, COPY_SHARE = 55.0, 0.6
+"""Memory is the reason from this activity of the DRAM, or from this share of what a plain copy reaches here."""
+KERNELS = {
+    "optimizer": (0.15, "the optimizer takes", "its update is fused; fewer parameters or updates would be next"),
+    "attention": (0.3, "attention takes", "scaled_dot_product_attention with a fused kernel (flash, cuDNN)"),
+    "elementwise": (
+        0.3,
+        "elementwise work and normalisation take",
+        "the next step would be hand-written fused kernels",
+    ),
+}
+"""Kernels that may be the reason: from which share of the busy time on, the words, and what to do without a rung."""
+FEW_SMS_PCT = 50.0
+LITTLE_MFU = 0.02
+"""Below this share of its peak the arithmetic is not what takes the time, in whatever dtype."""
+PRODUCTS = ("gemm", "attention", "convolution")
+
+Use = Literal["well_used", "fp32_math", "memory_bound", "slow"]
+
+
+class Culprit(NamedTuple):
+    """A reason for a low rate that has no bottleneck's name of its own."""
+
+    cause: str
+    """As the cards of the rungs name it; with spaces, its words in a headline."""
+    says: str
+    instead: str
+    share: float | None = None
+    """Of the kernels' time."""
+
+
+def classify_use(seen: Measurement) -> Use | None:
+    """What a busy GPU is busy with; None where that was not measured."""
+    mfu, dtype_mfu = to_number(seen.mfu.get("datasheet")), to_number(seen.mfu.get("dtype_in_use")) or 0.0
+    tensor, dram = read_gpu(seen, "tensor_active_pct") or 0.0, read_gpu(seen, "dram_active_pct") or 0.0
+    if (mfu or 0.0) >= WELL_USED_MFU or tensor >= WELL_USED_TENSOR_PCT:
+        return "well_used"
+    in_products = dtype_mfu >= FP32_MFU or sum_products(seen) >= PRODUCTS_SHARE
+    if precision(seen) == "fp32" and tensor < TENSOR_PCT and in_products:
+        return "fp32_math"
+    if dram >= DRAM_PCT or (compare_with_copy(seen) or 0.0) >= COPY_SHARE:
+        return "memory_bound"
+    return "slow" if mfu is not None or read_trace(seen) is not None else None
+
+
+def sum_products(seen: Measurement) -> float:
+    """Share of the kernels' time in matrix products and convolutions; 0 without a trace."""
+    return min(1.0, sum(read_family_shares(seen).get(family, 0.0) for family in PRODUCTS))
+
+
+def compare_with_copy(seen: Measurement) -> float | None:
+    """Memory bandwidth in use as a share of what a plain copy reaches on this GPU."""
+    dram, peak = read_gpu(seen, "dram_active_pct"), to_number(seen.peaks.get("dram_tb_per_s"))
+    copy = to_number(seen.peaks.get("measured_copy_tb_per_s"))
+    return dram / 100 * peak / copy if dram is not None and peak and copy else None
+
+
+def find_culprit(seen: Measurement) -> Culprit | None:
+    """What makes a GPU slow that is neither well used nor held up by fp32 math or memory."""
+    shares, sms = read_family_shares(seen), read_gpu(seen, "sm_active_pct")
+    parts = {family: shares.get(family, 0.0) for family in KERNELS}
+    parts["elementwise"] += shares.get("normalisation", 0.0)
+    if large := [family for family, part in parts.items() if part >= KERNELS[family][0]]:
+        largest = max(large, key=parts.__getitem__)
+        share, (_, takes, instead) = min(1.0, parts[largest]), KERNELS[largest]
+        return Culprit(largest, f"{takes} {100 * share:.0f} % of it", instead, share)
+    dtype_mfu = to_number(seen.mfu.get("dtype_in_use"))
+    if precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
+        says = f"its matrix products run in {seen.peaks.get('dtype') or precision(seen)}"
+        return Culprit("32-bit_math", says, "Trainer(precision='bf16-mixed')")
+    if sms is not None and sms < FEW_SMS_PCT:
+        return Culprit("small_kernels", f"only {sms:.0f} % of its SMs have work", "more work in each kernel")
+    return None

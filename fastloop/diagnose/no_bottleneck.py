@@ -1,0 +1,118 @@
+"""The report where no bottleneck is named: too few steps, nothing to gain, or something unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastloop.diagnose.attribution import COMPUTE, STARVED_SHARE, WORTH_NAMING_PCT, Attribution
+from fastloop.diagnose.between_steps import describe_pauses, describe_uneven_steps
+from fastloop.diagnose.finding import ORDINARY_MS
+from fastloop.diagnose.host import TINY_STEP_MS
+from fastloop.diagnose.waits import acquit_data
+from fastloop.records.measurement import CEILINGS, Measurement
+from fastloop.records.plan import Finding
+from fastloop.records.readings import is_beyond, read_activity, to_number
+
+TOGETHER_PCT = 15.0
+"""Share of the step from which on costs that are too small to be named on their own are named together."""
+
+
+def explain_no_step(seen: Measurement) -> Finding:
+    """The finding for a window without a step."""
+    steps = seen.total_steps
+    if steps is None:
+        return _make_none("NOT MEASURED", "nothing was measured: watch.enabled is false")
+    ran = "1 step" if steps == 1 else f"{steps} steps"
+    if steps > seen.warmup_steps + 2 and seen.state:
+        return _make_none("NOT MEASURED", f"nothing was measured in {ran}: {'; '.join(seen.state)}")
+    warmup = f"{ran} ran and the first {seen.warmup_steps} are warm-up; train longer or lower watch.warmup_steps"
+    return _make_none("TOO SHORT TO JUDGE", f"too short to judge: {warmup if steps else 'no step was trained'}")
+
+
+def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
+    """The finding for a step without a bottleneck: the largest costs and what is unknown.
+
+    Args:
+        hidden: findings that were dropped as mostly single pauses.
+    """
+    missing = list_unknowns(step)
+    if (pauses := describe_pauses(step, hidden)) is not None:
+        return _make_none("SINGLE PAUSES", "; ".join([pauses, *missing]))
+    acquitted = acquit_data(step)
+    parts = _list_parts(step, {*COMPUTE, "unexplained", *(() if acquitted is None else ("data_wait",))})
+    small = _list_costs(step, parts)
+    most = _describe_largest(parts)
+    title, head = "NOTHING TO GAIN", "nothing to gain"
+    if (together := sum(share for share, _, _ in small)) >= TOGETHER_PCT:
+        title, head = "NO SINGLE BOTTLENECK", f"no single bottleneck: {together:.1f} % of the step is not training"
+        most = f"{', '.join(f'{name} {share:.1f} %' for share, name, _ in small)}, none large enough on its own"
+    elif missing:
+        title, head = "NO BOTTLENECK FOUND", "no bottleneck in what was measured"
+    return _make_none(title, f"{head}: {'; '.join(word for word in (most, acquitted, *missing) if word)}")
+
+
+def _make_none(title: str, why: str) -> Finding:
+    return Finding(bottleneck="none", share_pct=None, why=why, title=title)
+
+
+def _list_parts(step: Attribution, but: set[str]) -> list[tuple[float, str, float]]:
+    """Share of the step, name and milliseconds of the parts that are not the work itself, the largest first."""
+    ranks = {"host_other": "host_other (ranks wait for one another in it)"} if step.measured.world_size > 1 else {}
+    parts = [(step.to_pct(ms), ranks.get(part, part), ms) for part, ms in step.parts_ms.items() if part not in but]
+    return sorted(parts, key=lambda each: -each[0])
+
+
+def _list_costs(step: Attribution, parts: list[tuple[float, str, float]]) -> list[tuple[float, str, float]]:
+    """The same with idle time inside the compute phases, without what any loop pays."""
+    inside, found = step.inside, [*parts]
+    if inside is not None and inside.source != "bound":
+        within = {"synchronisations": inside.sync, "a sleeping host": inside.blocked, "launches": inside.launch}
+        found += [(step.to_pct(ms), name, ms) for name, ms in within.items() if ms]
+    worth = [cost for cost in found if cost[0] >= 1 and (cost[2] >= ORDINARY_MS or step.step_ms >= TINY_STEP_MS)]
+    return sorted(worth, key=lambda each: -each[0])
+
+
+def _describe_largest(parts: list[tuple[float, str, float]]) -> str | None:
+    if not parts:
+        return None
+    share, part, ms = parts[0]
+    ordinary = share >= WORTH_NAMING_PCT and ms < ORDINARY_MS
+    small = f", less than the {ORDINARY_MS} ms that any loop pays" if ordinary else ""
+    return f"the largest cost besides the training itself is {part}, {share:.1f} % of the step{small}"
+
+
+def list_unknowns(step: Attribution) -> list[str]:
+    """List what was not measured and could hide a bottleneck."""
+    unknowns = list_doubts(step)
+    rest = step.to_pct(max(0.0, step.parts_ms.get("unexplained", 0.0) - step.pauses_ms))
+    if rest >= WORTH_NAMING_PCT:
+        unknowns.append(f"{rest:.1f} % of the step is unexplained")
+    if acquit_data(step) is not None and step.to_pct(step.parts_ms["data_wait"]) >= 100 * STARVED_SHARE:
+        unknowns.append("what else makes the device wait is unknown")
+    if step.inside is None:
+        unknowns.append("the step was not split further")
+    elif step.device_ms is not None:
+        unknowns.append("the GPU is the limit, and how well it is used was not measured")
+    elif step.on_gpu and step.inside.source is None:
+        unknowns.append("how busy the GPU was is unknown")
+    return unknowns
+
+
+def list_doubts(step: Attribution) -> list[str]:
+    """List what no part of the step explains: an idle GPU, uneven steps, trials that were too fast."""
+    seen, doubts = step.measured, []
+    if step.inside is not None and step.inside.unseen:
+        active, source = read_activity(seen)
+        doubts.append(
+            f"the GPU was idle for another {step.format_ms(step.inside.unseen)} (a kernel ran {active:.0f} % of the"
+            f" time{', says NVML' if source == 'nvml' else ''}), and what it waited for is unknown"
+        )
+    if (uneven := describe_uneven_steps(step)) is not None:
+        doubts.append(uneven)
+    fast = [f"{to_number(seen.ceilings.get(name)):,.0f} {name}" for name in CEILINGS if is_beyond(seen, name)]
+    if fast:
+        doubts.append(
+            f"{to_number(seen.samples_per_s):,.0f} samples/s as it is, {' and '.join(fast)}, which no part of the"
+            " step accounts for: the run or the machine was disturbed; run it again"
+        )
+    return doubts

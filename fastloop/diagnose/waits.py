@@ -1,0 +1,130 @@
+"""Waits of a step for something from outside: batches, their copies to the device, other ranks."""
+
+from __future__ import annotations
+
+from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution
+from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, format_factor, weigh
+from fastloop.diagnose.remedies import Remedy, Rungs
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding
+from fastloop.records.readings import (
+    CPU_WORTH_PCT,
+    HAND_OVER_MS,
+    compute_gain_pct,
+    is_worth_handing_over,
+    loader,
+    read_batch_ms,
+    to_number,
+)
+
+MORE_WORTH = 1.25
+"""Workers that could be had for each there is, from which on more of them are advised."""
+SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
+
+
+def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
+    """The next batch was not there. A trial with a replayed batch, if there was one, has the last word."""
+    wait = step.parts_ms.get("data_wait")
+    cost = weigh(step, "data_wait", wait, measured_pct=step.free_data_pct, least_ms=ORDINARY_MS)
+    if cost is None:
+        return None
+    idle = f"the {step.device} had nothing to do for {cost.time}: the next batch was not there"
+    instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
+    return cost.explain(idle, rungs.choose(step.measured, "data_wait", instead))
+
+
+def _advise_loading(seen: Measurement, number: str | None) -> str:
+    """What to do about a loader that does not keep up.
+
+    Args:
+        number: the setting that says how many workers there are, where a rung has made them.
+    """
+    found = loader(seen)
+    count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), _count_possible_workers(seen)
+    if count is None:
+        return "this loader is not a DataLoader; prepare its batches ahead of time"
+    if count == 0 and not found.get("map_style"):
+        return "an iterable dataset must be sharded in your code before it can have workers"
+    if count == 0 and not is_worth_handing_over(seen):
+        return (
+            f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
+            f" {HAND_OVER_MS} ms; a dataset with __getitems__ makes a whole batch at once"
+        )
+    if count == 0:
+        return "use cheaper transforms"
+    if most is not None and most >= MORE_WORTH * count:
+        how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
+        return f"num_workers={count} and {cpus} CPUs are usable: {how}"
+    return f"num_workers={count} on {cpus} CPUs is not enough; use cheaper transforms"
+
+
+def _count_possible_workers(seen: Measurement) -> int | None:
+    """Workers a rank can have if each rank keeps a CPU of its own; None where the CPUs are not known."""
+    cpus, hosts = to_number(loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
+    local = hosts.count(hosts[0]) if hosts else seen.world_size
+    return None if cpus is None else int(cpus) // max(1, local) - 1
+
+
+def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:
+    """Copies to the device that nothing hides."""
+    seen = step.measured
+    if not step.on_gpu and not _moves_batches(step):
+        return None  # nothing is copied: it is noise of a busy machine
+    cost = weigh(
+        step,
+        "h2d",
+        step.parts_ms.get("h2d"),
+        measured_pct=compute_gain_pct(seen, "resident", over="replayed"),
+        worth_pct=WORTH_NAMING_PCT if step.on_gpu else CPU_WORTH_PCT,
+        least_ms=ORDINARY_MS,
+        most_pct=compute_gain_pct(seen, "resident"),
+    )
+    if cost is None:
+        return None
+    if step.on_gpu:
+        instead = "send fewer bytes: integers instead of floats, converted on the device"
+        remedy = rungs.choose(seen, "h2d", instead, together=True)
+    else:
+        remedy = Remedy(None, "no rung helps: there is no copy to hide here; check your transfer_batch_to_device")
+    return cost.explain(f"moving batches to the {step.device} took {cost.time}", remedy)
+
+
+def _moves_batches(step: Attribution) -> bool:
+    """Whether the user's own hook moves the batches."""
+    return "transfer_batch_to_device" in ((step.measured.evidence.get("model") or {}).get("transfer_hooks") or ())
+
+
+def acquit_data(step: Attribution) -> str | None:
+    """Text for a wait for data that a trial has shown to cost nothing; else None."""
+    wait, gain = step.to_pct(step.parts_ms.get("data_wait", 0.0)), step.free_data_pct
+    if wait < WORTH_NAMING_PCT or gain is None or gain > NO_GAIN_PCT:
+        return None
+    return (
+        f"waiting for data is {wait:.1f} % of the step, but with free data the rate is {format_factor(gain)} (measured)"
+    )
+
+
+def find_comm_exposed(step: Attribution, rungs: Rungs) -> Finding | None:
+    """Gradient exchange that nothing hides, measured by trials, a trace or the parts.
+
+    The gain is an estimate in any case: the trials have other steps than the run as it is, in which the exchange may
+    cost less, hidden behind the wait for data.
+    """
+    if step.exchange is None or (cost := weigh(step, "comm_exposed", step.exchange.ms)) is None:
+        return None
+    facts = f"gradient exchange costs {cost.time} ({SAYS[step.exchange.source]})"
+    instead = "exchange less often (accumulate_grad_batches, which changes the training)"
+    return cost.explain(facts, rungs.choose(step.measured, "comm_exposed", instead))
+
+
+def find_straggler(step: Attribution, _rungs: Rungs) -> Finding | None:
+    """One rank's own work takes longer than the others'."""
+    slow, ranks = step.straggler, len(step.measured.ranks)
+    if slow is None or (cost := weigh(step, "straggler", slow.excess_ms)) is None:
+        return None
+    facts = (
+        f"{ranks - 1} of {ranks} ranks wait for rank {slow.rank} on {slow.host} for {cost.time}: its"
+        f" {slow.part} takes {slow.part_ms:.1f} ms, theirs {slow.others_part_ms:.1f}"
+    )
+    advice = f"no rung helps: check that machine and what rank {slow.rank} does in {slow.part}"
+    return cost.explain(facts, Remedy(None, advice), title=f"WAITING FOR RANK {slow.rank}")

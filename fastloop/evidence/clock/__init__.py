@@ -1,0 +1,1 @@
+"""The step on one clock: host marks and device events, sampled phases, pauses, drift."""

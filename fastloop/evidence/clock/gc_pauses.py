@@ -1,0 +1,52 @@
+"""Passes of Python's garbage collector: how long they held the host up, added to a clock as they end.
+
+A pass over all objects takes a tenth of a second and more where there are millions of them. It comes whenever
+something is allocated, wherever the loop happens to be then, and is no doing of that place's.
+Source: https://docs.python.org/3/library/gc.html#gc.callbacks
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from fastloop.evidence.clock import step_clock
+
+WHOLE = 2
+"""The generation of a pass over everything, which is what ``gc.collect()`` asks for."""
+
+
+class Garbage:
+    """Adds the host time of passes to a clock's `collected_s`, from ``start`` to ``stop``.
+
+    A pass that somebody's code asks for by ``gc.collect()`` stays with the hook or phase that asked.
+    """
+
+    def __init__(self, clock: step_clock.Clock) -> None:
+        self.passes = 0
+        self._clock, self._since = clock, 0.0
+
+    def start(self) -> None:
+        if self._note_pass not in gc.callbacks:
+            gc.callbacks.append(self._note_pass)
+
+    def stop(self) -> None:
+        if self._note_pass in gc.callbacks:
+            gc.callbacks.remove(self._note_pass)
+
+    def _note_pass(self, phase: str, info: Mapping[str, Any]) -> None:
+        if phase == "start":
+            self._since = step_clock.now()
+        elif self._since:
+            took, self._since = step_clock.now() - self._since, 0.0
+            if info.get("generation") != WHOLE or not _was_requested(sys._getframe().f_back):
+                self.passes += 1
+                self._clock.collected_s += took
+
+
+def _was_requested(frame: FrameType | None) -> bool:
+    """Whether the code that runs, if it is Python's, calls something that is named collect."""
+    return frame is not None and "collect" in frame.f_code.co_names

@@ -1,0 +1,149 @@
+"""The work of all steps, of which only some tell their phases apart.
+
+Steps marked in detail are drawn at random, and their split is applied to the sum of all: the ratio estimator of
+sampling. It holds for steps like those that were seen. Steps of more than `FAR` times the usual one are kept apart: a
+marked one is known, and what others took beyond the usual is split only where marked steps showed the like. The rest
+belongs to no phase; it is what a report calls unexplained.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FAR = 3.0
+"""Times the median of the steps in detail, from which on a step is no usual one."""
+LATELY = 64
+"""Steps in detail that this median is taken of."""
+FIRST = 6
+"""Steps that wait for each other, so that the first of them is held against a median too."""
+ALIKE = 2
+"""Far steps in detail that are enough to speak for those that were not marked."""
+
+Phases = defaultdict[str, float]
+
+
+class Sampled:
+    """Seconds, by phase where known. Fixed memory."""
+
+    def __init__(self) -> None:
+        self._detail, self._far, self._between = Phases(float), Phases(float), Phases(float)
+        self._usual_s = self._unseen_s = 0.0
+        """Of usual steps; and what far ones that were not in detail took beyond a usual one."""
+        self._marked = self._far_marked = 0
+        self._step_s, self._step = 0.0, Phases(float)
+        self._lately: deque[float] = deque(maxlen=LATELY)
+        self._typical_s = float("inf")
+        self._first: list[tuple[float, Phases, bool]] | None = []
+
+    def add(self, phase: str, seconds: float, detailed: bool) -> None:
+        """A stretch of the present step's work."""
+        self._step_s += seconds
+        if detailed:
+            self._step[phase] += seconds
+
+    def between(self, phase: str, seconds: float) -> None:
+        """Work between two steps, of which the first was in detail."""
+        self._usual_s += seconds
+        self._between[phase] += seconds
+
+    def step_ends(self, detailed: bool) -> None:
+        """The present step is whole."""
+        step_s, phases, self._step_s = self._step_s, self._step, 0.0
+        if not (detailed or phases) and self._first is None and step_s <= FAR * self._typical_s:  # nearly all
+            self._usual_s += step_s
+            return
+        self._step = Phases(float)
+        if detailed:
+            self._lately.append(step_s)
+            self._typical_s = statistics.median(self._lately) or float("inf")
+        if self._first is None:
+            self._take(step_s, phases, detailed)
+            return
+        self._first.append((step_s, phases, detailed))
+        if not detailed or len(self._first) >= FIRST:
+            self._take_first()
+
+    def means(self, steps: int, steps_between: int) -> dict[str, float]:
+        """Seconds per step by phase, as far as phases are known.
+
+        Args:
+            steps: all of them; `steps_between`: those whose predecessor was in detail.
+        """
+        self._take_first()
+        split = Phases(float, {phase: seconds / self._marked for phase, seconds in self._detail.items()})
+        for phase, seconds in self._between.items():
+            split[phase] += seconds / max(1, steps_between)
+        split_s = sum(split.values())
+        scale = self._usual_s / steps / split_s if split_s > 0 else 0.0
+        means = Phases(float, {phase: scale * seconds for phase, seconds in split.items()})
+        scale = self.far_s / sum(self._far.values()) / steps if self._far else 0.0
+        for phase, seconds in self._far.items():
+            means[phase] += scale * seconds
+        return means
+
+    @property
+    def detailed_s(self) -> float:
+        """All steps in detail."""
+        return sum(self._detail.values()) + sum(self._far.values())
+
+    @property
+    def known_s(self) -> float:
+        """All steps, less what belongs to no phase."""
+        return self._usual_s + self.far_s
+
+    @property
+    def far_s(self) -> float:
+        """Of far steps, as far as phases are known."""
+        return sum(self._far.values()) + (self._unseen_s if self._far_marked >= ALIKE else 0.0)
+
+    def of_detailed(self, steps: int) -> float:
+        """A usual step's work as a share of one's in detail; 1 where none was."""
+        detail_s = sum(self._detail.values())
+        return self._usual_s / steps / (detail_s / self._marked) if detail_s > 0 else 1.0
+
+    def _take_first(self) -> None:
+        first, self._first = self._first, None
+        for step in first or ():
+            self._take(*step)
+
+    def _take(self, step_s: float, phases: Phases, detailed: bool) -> None:
+        far = step_s > FAR * self._typical_s
+        if detailed:
+            self._marked += not far
+            self._far_marked += far
+            known = self._far if far else self._detail
+            for phase, seconds in phases.items():
+                known[phase] += seconds
+        if far and not detailed:
+            self._unseen_s += step_s - self._typical_s
+            self._usual_s += self._typical_s
+        elif not far:
+            self._usual_s += step_s
+
+
+# The few steps that are far longer than all others: a pause that came once says nothing of what a step costs.
+
+MOST_PAUSES = 3
+"""Steps; what makes more of them long comes again, and its mean is what it costs."""
+PAUSE = 4.0
+"""Times the longest of all other steps."""
+
+
+class Pauses(NamedTuple):
+    """How many steps, and what they add to the mean step beyond the median one, in seconds."""
+
+    steps: int
+    s_per_step: float
+
+
+def find_pauses(step_s: Sequence[float]) -> Pauses | None:
+    """The single long steps among these; None where there are none."""
+    ordered = sorted(step_s, reverse=True)
+    if len(ordered) <= 2 * MOST_PAUSES:
+        return None
+    long = [step for step in ordered[:MOST_PAUSES] if step > PAUSE * ordered[MOST_PAUSES]]
+    median = statistics.median(ordered)
+    return Pauses(len(long), sum(step - median for step in long) / len(ordered)) if long else None

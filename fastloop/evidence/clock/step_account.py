@@ -1,0 +1,200 @@
+"""The account of a window: which phase every stretch of the device's time line belongs to.
+
+A stretch lies between two marks. Outside the loop's own batch work (`body`) the host has launched nothing, so a stretch
+there is time in which the device starved: the host says how long, without an event. Inside, every step gives the sum of
+its phases and only steps marked in detail tell them apart, see `Sampled`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+from fastloop.evidence.clock.sampling import Sampled
+
+KEPT_STEPS = 10_000
+"""Step times kept for the quantiles: the latest ones."""
+RARE = ("validation", "checkpoint", "epoch_gap")
+"""Phases that do not come every step: always marked with events, and never sampled."""
+COMPUTE = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What the clock measured between the first and the last boundary, in seconds."""
+
+    steps: int
+    detailed_steps: int
+    batches: int
+    samples: int
+    wall_s: float
+    parts_s: dict[str, float]
+    """Per step, by phase, on the device's time line; phases that only steps in detail tell are missing without any."""
+    host_s: dict[str, float]
+    """Per step, by phase, on the host's."""
+    blocked_s: float | None
+    """Per step: host time of forward, backward and optimizer off the processor."""
+    step_s: tuple[float, ...]
+    step_samples: tuple[int, ...]
+    batch_samples: tuple[int, ...]
+    lead_s: float | None
+    trail_s: float | None
+    of_detailed: float = 1.0
+    """Host time of an average step's work as a share of one's in detail, whose marks cost something."""
+    garbage_s: float = 0.0
+    """Per step: what passes of the garbage collector cost the device, wherever they came; a part of ``host_other``."""
+
+
+class Mark:
+    """One call of the loop. No dataclass: most marks need five of the fields, and setting all takes a microsecond."""
+
+    off_cpu: float | None = None
+    kind = ""
+    """got: the loop has its batch. issued: a batch's work is."""
+    ended: tuple[int, int, bool] | None = None
+    """Batches, samples, and whether in detail, of the step that ends here."""
+    samples: int | None = None
+    asked = 0.0
+    """Of a `got`: when the loop asked for the batch, where that has no mark of its own. Of others: when hooks without
+    marks of their own were over."""
+    seen_at = 0.0
+    """When the host saw that the device had passed it."""
+    hooks_s = 0.0
+    """Of a `got`: host time in hooks since the last mark."""
+    collected_s = collected_before = 0.0
+    """Host time of the garbage collector's since the last mark, and what of it passed before the loop `asked`."""
+
+    def __init__(self, at: float, event: Any, phase: str, body: bool, detailed: bool) -> None:
+        self.at, self.event, self.body, self.detailed = at, event, body, detailed
+        self.phase = phase
+        """The phase that begins here."""
+
+
+class Account:
+    """Takes the stretches of whole steps, in order, once the first boundary is known."""
+
+    def __init__(self) -> None:
+        self.steps = self.detailed = self.after_detailed = self.batches = self.samples = 0
+        self._was_detailed = False
+        self.start: float | None = None
+        self.boundary = 0.0
+        """Device time of the latest step's end."""
+        self._every, self._host_every = defaultdict[str, float](float), defaultdict[str, float](float)
+        """Seconds by phase outside the loop's batch work, of every step: on the device's time line; on the host's."""
+        self._work, self._host_work = Sampled(), Sampled()
+        """Inside it."""
+        self._blocked_s: float | None = None
+        self._garbage = 0.0
+        self._step_s, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(3))
+        self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
+
+    def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
+        """`span` seconds of the device's time line, `starved` of them because the host was elsewhere."""
+        if phase in RARE:
+            self._every[phase] += span
+            self._host_every[phase] += host
+        elif not body:
+            self._every[phase] += starved
+            self._host_every[phase] += host
+            if detailed and span > starved:  # the rest waited for work of the device: copies, a callback's kernels
+                if phase == "data_wait":
+                    self._work.add("h2d", span - starved, detailed)
+                else:
+                    self._work.between(phase, span - starved)
+        else:
+            self._work.add(phase, span, detailed)
+            self._host_work.add(phase, host, detailed)
+
+    def between(self, host: float, starved: float, hooks_share: float) -> None:
+        """A stretch between two batches' work in which hooks had no marks: they took a share of it."""
+        every, host_every = self._every, self._host_every
+        if hooks_share:
+            every["callbacks_logging"] += hooks_share * starved
+            host_every["callbacks_logging"] += hooks_share * host
+        every["host_other"] += (1 - hooks_share) * starved
+        host_every["host_other"] += (1 - hooks_share) * host
+
+    def garbage(self, host: float, lead: float) -> float:
+        """The garbage collector held the host up while the device had `lead` seconds of work; what the device lost."""
+        lost = max(0.0, host - max(0.0, lead))
+        self._garbage += lost
+        self._every["host_other"] += lost
+        self._host_every["host_other"] += host
+        return lost
+
+    def blocked(self, seconds: float) -> None:
+        """Seconds off the processor; may be negative, for readings lag."""
+        self._blocked_s = (self._blocked_s or 0.0) + seconds
+
+    def lead(self, seconds: float) -> None:
+        """Work the device had left when the host got a batch."""
+        self._leads.append(seconds)
+
+    def issued(self, trail: float, samples: int) -> None:
+        """A batch's work is issued; the device has `trail` seconds of it left."""
+        self._trails.append(trail)
+        self._of_batch.append(samples)
+
+    def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
+        """The device has reached the end of a step."""
+        if self.start is None:  # the step the window opened in is not a whole one
+            self.start = at
+        else:
+            self.steps += 1
+            self.detailed += detailed
+            self.after_detailed += self._was_detailed
+            self.batches += batches
+            self.samples += samples
+            self._work.step_ends(detailed)
+            self._host_work.step_ends(detailed)
+            self._step_s.append(at - self.boundary)
+            self._of_step.append(samples)
+        self.boundary, self._was_detailed = at, detailed
+
+    @property
+    def wall_s(self) -> float:
+        return 0.0 if self.start is None else self.boundary - self.start
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds starved of data so far."""
+        return self._every.get("data_wait", 0.0)
+
+    def window(self, on_device: bool) -> Window | None:
+        """What there is so far; None without a whole step."""
+        if not self.steps:
+            return None
+        parts, host = self._means(self._every, self._work), self._means(self._host_every, self._host_work)
+        split_s, blocked_s = self._host_work.detailed_s, None
+        if self._blocked_s is not None and split_s > 0:
+            blocked_s = max(0.0, self._blocked_s / split_s) * self._host_work.known_s / self.steps
+        return Window(
+            steps=self.steps,
+            detailed_steps=self.detailed,
+            batches=self.batches,
+            samples=self.samples,
+            wall_s=self.wall_s,
+            parts_s=parts,
+            host_s=host,
+            blocked_s=blocked_s,
+            step_s=tuple(self._step_s),
+            step_samples=tuple(self._of_step),
+            batch_samples=tuple(self._of_batch),
+            lead_s=_median(self._leads) if on_device else None,
+            trail_s=_median(self._trails) if on_device else None,
+            of_detailed=self._host_work.of_detailed(self.steps),
+            garbage_s=self._garbage / self.steps,
+        )
+
+    def _means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:
+        """Per step: what is known of every step as it is, the rest as the steps in detail split it."""
+        means = {phase: seconds / self.steps for phase, seconds in every.items()}
+        for phase, seconds in work.means(self.steps, self.after_detailed).items():
+            means[phase] = means.get(phase, 0.0) + seconds
+        return means
+
+
+def _median(values: deque[float]) -> float | None:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else None

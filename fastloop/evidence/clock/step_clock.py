@@ -1,0 +1,298 @@
+"""The step on one clock: host marks and a chain of device events, without a synchronisation inside the window.
+
+At each mark `p` the host notes `h_p`; the device reaches it at `d_p`. A step runs from the moment its predecessor's
+work was issued to the moment its own is, `T = (d_N - d_0) / N`. A stretch in which the host launches nothing, from `a`
+to `b`, starves the device for `max(0, h_b - d_a)`; a phase that launches takes `d_b - d_a`. Device times are brought to
+the host's clock by one synchronisation before the window. After it two truths keep the clocks together: the device
+reaches no mark before the host made it, nor after the host has seen it reached. On the CPU both clocks are one.
+
+One event a batch is always recorded, where its work is issued; the phases between only in some steps, drawn by a
+generator of our own, because an event costs microseconds. In the others the host's time in hooks is summed up.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from fastloop.evidence.clock.off_cpu import find_current_stream, read_off_cpu_s
+from fastloop.evidence.clock.step_account import COMPUTE, KEPT_STEPS, RARE, Account, Mark, Window
+
+__all__ = ["COMPUTE", "KEPT_STEPS", "RARE", "Clock", "Window"]
+
+now = time.perf_counter
+IDLE = "host_other"
+FIRST_IN_DETAIL = 8
+"""Steps of the window's beginning that are all marked in detail, so that a short window has some."""
+EVERY = {"cuda": 32, "cpu": 8}
+"""After those, one step in so many on average."""
+LOT = 64
+"""Marks that are settled together where no device is to be asked: the code is then in the processor's caches."""
+
+
+class Clock:
+    """Marks the loop's calls, device or not. Not thread-safe; one per fit and rank.
+
+    Args:
+        device: where the steps run.
+        warmup_steps: optimizer steps before the window.
+        queued_batches: batches that loader and device queues can hold; as many pass before the window too.
+    """
+
+    def __init__(self, device: torch.device, warmup_steps: int, queued_batches: int = 0) -> None:
+        self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
+        self.on_device = device.type == "cuda"
+        self.total_steps = 0
+        self.open = self.closed = False
+        """Whether the window has begun, and whether it is over."""
+        self.detailed = True
+        """Whether the phases of the present step are marked."""
+        self.phase = self._base = IDLE
+        self.in_body = self._working = False
+        """The loop has a batch and its work is not issued yet; and that work has begun."""
+        self.hooks_s = 0.0
+        """Host time in hooks that have no marks of their own, to be added to by who runs them."""
+        self.collected_s = self._collected_before = 0.0
+        """The same of the garbage collector's passes, wherever they come; and those before the loop asked."""
+        self._account = Account()
+        self._batches_seen = self._step_batches = self._step_samples = 0
+        self._asked = 0.0
+        self._stack: list[str] = []
+        self._draw, self.until_detail, self.opened_at = random.Random(0), 0, 0
+        """The last two: steps until one is in detail, and steps that were done when the window began."""
+        self._waiting: deque[Mark] = deque()
+        """Marks the device has not been seen to pass."""
+        self._marks: deque[Mark] = deque()
+        """Marks it has passed, of a step whose end is not among them yet."""
+        self._issued: Mark | None = None
+        self._ends = 0
+        """Step ends among the latter; what comes after the last one belongs to a step that may never be whole."""
+        self._spare: list[Any] = []
+        # What the settled marks say, in seconds on the host's clock.
+        self._last = Mark(0.0, None, IDLE, False, True)
+        self._position = self._event_at = 0.0
+        self._last_event: Any = None
+        self._computes_from: float | None = None
+        """Time off the processor when the work of `COMPUTE` began that goes on."""
+
+    # -- the host's side ------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """The loop asks for a batch."""
+        if not self.open:
+            if self.closed or not self._warm():
+                return
+            self._begin()
+        if self.in_body and not self._working:
+            self.in_body = False  # it fetches one more ahead
+        self._asked, self._collected_before = now(), self.collected_s
+        if (not self.detailed or self.hooks_s) and self.phase == IDLE and not self.in_body and not self._stack:
+            return  # one mark will do, and hooks without marks are told apart there
+        self.enter("epoch_gap" if self._base == "epoch_gap" else "data_wait")
+        self._asked = -1.0
+
+    def got(self) -> None:
+        """The loop has its batch."""
+        asked, self._asked = self._asked, 0.0
+        if not asked:
+            return
+        if self._stack and self._stack[-1] != self._base:  # training_step fetches for itself
+            self.leave()
+        else:
+            self._stack.clear()
+            self._base, self.in_body = IDLE, True
+            self._switch(IDLE, kind="got")
+            if asked > 0:
+                mark = self._waiting[-1]
+                mark.asked, mark.hooks_s = asked, self.hooks_s
+                mark.collected_before = min(self._collected_before, mark.collected_s)
+            self.hooks_s = 0.0
+        if self.on_device or len(self._waiting) >= LOT:
+            self._harvest()
+
+    def enter(self, phase: str) -> None:
+        """A phase begins inside the present one."""
+        self._stack.append(self.phase)
+        self._switch(phase)
+
+    def leave(self) -> None:
+        """It ends."""
+        self._switch(self._stack.pop() if self._stack else self._base)
+
+    def rest(self, phase: str) -> None:
+        """What is not marked otherwise is `phase`, until the next batch is there."""
+        self._base = phase
+        self._stack.clear()
+        self._switch(phase)
+
+    def body(self) -> None:
+        """A batch's work begins."""
+        self._working = True
+        if not self.open:
+            self._stack.clear()
+            self._base = self.phase = IDLE
+        elif not self.in_body:
+            self._stack.clear()
+            self._base, self.in_body = IDLE, True  # no batch was fetched before it: an epoch's gap ends here
+            self._switch(IDLE)
+
+    def issued(self) -> None:
+        """A batch's work is issued."""
+        self._working = False
+        if self.open:
+            self._stack.clear()
+            self.in_body = False
+            self._switch(IDLE, kind="issued")
+            self._issued = self._waiting[-1]
+
+    def batch_done(self, samples: int | None, step_ends: bool) -> None:
+        """The loop is done with a batch, and with an optimizer step if `step_ends`."""
+        self._batches_seen += 1
+        self._step_batches += 1
+        self._step_samples += samples or 0
+        if self._issued is not None:
+            self._issued.samples = samples
+        if not step_ends:
+            return
+        self.total_steps += 1
+        if self._issued is not None:
+            self._issued.ended = (self._step_batches, self._step_samples, self.detailed)
+            self.detailed = self._in_detail()
+        self._step_batches = self._step_samples = 0
+
+    def close(self) -> Window | None:
+        """End the window (one synchronisation) and say what was measured; None where no step was."""
+        if not self.open:
+            return None
+        if self.on_device:
+            torch.cuda.synchronize(self.device)
+        self._harvest()
+        self.stop()
+        return self._account.window(self.on_device)
+
+    def stop(self) -> None:
+        """Mark nothing more."""
+        self.open, self.closed, self._issued = False, True, None
+        self._marks.clear()
+        self._waiting.clear()
+
+    def _warm(self) -> bool:
+        enough = self.total_steps >= self.warmup_steps and self._batches_seen >= self.queued_batches
+        return enough and not self._step_batches
+
+    def _begin(self) -> None:
+        self.open, self.opened_at = True, self.total_steps
+        if self.on_device:
+            torch.cuda.synchronize(self.device)
+            self._last_event = self._event()
+        self._position = self._event_at = now()
+        self._last = Mark(self._position, None, self.phase, self.in_body, True)
+
+    def _in_detail(self) -> bool:
+        if self.total_steps - self.opened_at <= FIRST_IN_DETAIL:
+            return True
+        if self.until_detail <= 0:
+            self.until_detail = 1 + int(self._draw.random() * (2 * EVERY.get(self.device.type, 4) - 1))
+        self.until_detail -= 1
+        return not self.until_detail
+
+    def _switch(self, phase: str, kind: str = "") -> None:
+        before, self.phase = self.phase, phase
+        if not self.open:
+            return
+        detailed, event = self.detailed, None
+        if self.on_device and (detailed or kind == "issued" or phase in RARE or before in RARE):
+            event = self._event()
+        mark = Mark(now(), event, phase, self.in_body, detailed)
+        if detailed and (phase in COMPUTE) != (before in COMPUTE):
+            mark.off_cpu = read_off_cpu_s()
+        if kind:
+            mark.kind = kind
+        if self.collected_s:
+            mark.collected_s, self.collected_s = self.collected_s, 0.0
+        if self.hooks_s and before == IDLE and kind != "got":
+            mark.asked, mark.hooks_s, self.hooks_s = mark.at, self.hooks_s, 0.0
+            mark.collected_before = mark.collected_s
+        self._waiting.append(mark)
+
+    def _event(self) -> Any:
+        event: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(find_current_stream(self.device))
+        return event
+
+    # -- the device's side ----------------------------------------------------------------------------------------
+
+    @property
+    def account(self) -> Account:
+        """What the marks say that the device has been seen to pass by now."""
+        self._harvest()
+        return self._account
+
+    def _harvest(self) -> None:
+        """Settle the marks the device has passed, and no others: that would wait for it."""
+        waiting, seen_at = self._waiting, now()
+        while waiting and ((event := waiting[0].event) is None or event.query()):
+            mark = waiting.popleft()
+            mark.seen_at = seen_at
+            if mark.ended is not None:
+                self._ends += 1
+            self._marks.append(mark)
+        while self._ends and self._marks:
+            self._settle(self._marks.popleft())
+
+    def _settle(self, mark: Mark) -> None:
+        if mark.asked:
+            self._settle_unmarked(mark)
+        account, before, at, was_at = self._account, self._last, mark.at, self._position
+        starved, position = (at - was_at, at) if at > was_at else (0.0, was_at)
+        if mark.event is not None:
+            position = self._reached(mark, position)
+        if account.start is not None:
+            if self.on_device and mark.kind == "got":
+                account.lead(max(0.0, was_at - at))
+            host, lost = at - before.at, 0.0
+            if mark.collected_s and before.phase not in RARE:
+                collected = mark.collected_s - mark.collected_before
+                host, lost = host - collected, account.garbage(collected, was_at - before.at)
+            account.stretch(
+                before.phase, before.body, before.detailed, position - was_at - lost, max(0.0, starved - lost), host
+            )
+            if mark.kind == "issued":
+                account.issued(position - at, mark.samples or 0)
+        if mark.off_cpu is not None:
+            self._settle_off_cpu(mark.off_cpu, mark.phase in COMPUTE)
+        if mark.ended is not None:
+            self._ends -= 1
+            account.step_ends(position, *mark.ended)
+        self._position, self._last = position, mark
+
+    def _reached(self, mark: Mark, soonest: float) -> float:
+        """When the device reached a mark that has an event."""
+        # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
+        reached = self._event_at + self._last_event.elapsed_time(mark.event) / 1e3
+        self._spare.append(self._last_event)
+        self._last_event, self._event_at = mark.event, max(soonest, min(reached, mark.seen_at))
+        return self._event_at
+
+    def _settle_off_cpu(self, off_cpu_s: float, begins: bool) -> None:
+        """Forward, backward and optimizer begin, or end: what lies between them needs no reading."""
+        if not begins and self._computes_from is not None and self._account.start is not None:
+            self._account.blocked(off_cpu_s - self._computes_from)
+        self._computes_from = off_cpu_s if begins else None
+
+    def _settle_unmarked(self, mark: Mark) -> None:
+        """The stretch that ends with hooks without marks of their own: split as the host's time was."""
+        account, before, asked, was_at = self._account, self._last, mark.asked, self._position
+        if account.start is not None:
+            host, lost, starved = asked - before.at, 0.0, max(0.0, asked - was_at)
+            if mark.collected_before:
+                host -= mark.collected_before
+                lost = account.garbage(mark.collected_before, was_at - before.at)
+            share = min(1.0, mark.hooks_s / host) if host > 0 else 0.0
+            account.between(host, max(0.0, starved - lost), share)
+        phase = "data_wait" if mark.kind == "got" else IDLE
+        self._position, self._last = max(was_at, asked), Mark(asked, None, phase, False, mark.detailed)

@@ -1,0 +1,1 @@
+"""The GPU as NVML and its datasheet know it: readings, counters, peaks, and what a sample costs."""

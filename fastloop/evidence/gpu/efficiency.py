@@ -1,0 +1,145 @@
+"""Work, energy and money per sample, from counted FLOPs and measured rates. Arithmetic only; ``None`` in, ``None`` out.
+
+Definitions: FLOPs per sample are counted once, eager, on the unmodified model, so that every arm of an experiment
+divides the same number: recomputing activations raises the load on the chip and not the MFU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastloop.evidence.gpu import datasheets
+from fastloop.records.measurement import Measurement
+
+MFU_DOUBT = 1.0
+"""Above it an MFU is no utilisation but a wrong peak, a wrong dtype or a wrong count."""
+
+
+def compute_tflop_per_s(flops_per_sample: float | None, samples_per_s: float | None) -> float | None:
+    """TFLOP/s of one device.
+
+    Args:
+        flops_per_sample: forward and backward of one sample.
+        samples_per_s: of that device, not of all ranks.
+    """
+    if flops_per_sample is None or samples_per_s is None:
+        return None
+    return flops_per_sample * samples_per_s / 1e12
+
+
+def compute_mfu(
+    tflop_per_s: float | None, *, datasheet: float | None, measured_peak: float | None, dtype_in_use: float | None
+) -> dict[str, float | None]:
+    """Shares (0..1) of three peaks, each in TFLOP/s.
+
+    Args:
+        tflop_per_s: what one device does.
+        datasheet: dense bf16 of the datasheet, the yardstick that papers use.
+        measured_peak: a large bf16 product on this very device.
+        dtype_in_use: datasheet peak of the arithmetic the run uses.
+
+    A share above 1 is returned as it is; ``mfu_notes`` says what to make of it.
+    """
+    peaks = {"datasheet": datasheet, "measured_peak": measured_peak, "dtype_in_use": dtype_in_use}
+    return {name: _ratio(tflop_per_s, peak) for name, peak in peaks.items()}
+
+
+def write_mfu_notes(shares: dict[str, float | None]) -> tuple[str, ...]:
+    """One sentence for every share above 1."""
+    meaning = {
+        "datasheet": "the chip's table entry or the FLOP count is wrong",
+        "measured_peak": "the product that was timed here ran slower than the training's own: time it again, or the "
+        "FLOP count is wrong",
+        "dtype_in_use": "part of the work runs in another dtype than was taken for granted, or the FLOP count is wrong",
+    }
+    return tuple(
+        f"mfu.{name} is {share:.2f}, above 1: {meaning.get(name, 'its peak is wrong')}"
+        for name, share in shares.items()
+        if share is not None and share > MFU_DOUBT
+    )
+
+
+def compute_joule_per_sample(joule: float | None, seconds: float | None, samples_per_s: float | None) -> float | None:
+    """Energy of one sample: the board's mean power over its own window, divided by the rate.
+
+    The two windows need not be the same to the millisecond, which is why rates are divided and not totals.
+
+    Args:
+        joule, seconds: of one board; for several, the sum of their joules over the same seconds.
+        samples_per_s: of the devices whose joules these are.
+    """
+    return _ratio(_ratio(joule, seconds), samples_per_s)
+
+
+def compute_usd_per_million_samples(
+    devices: int | None, usd_per_gpu_hour: float | None, samples_per_s: float | None
+) -> float | None:
+    """Price of a million samples; ``samples_per_s`` is that of all ``devices`` together."""
+    if devices is None or usd_per_gpu_hour is None:
+        return None
+    return _ratio(devices * usd_per_gpu_hour * 1e6 / 3600, samples_per_s)
+
+
+def _ratio(number: float | None, by: float | None) -> float | None:
+    if number is None or by is None or not by > 0 or not math.isfinite(number / by):
+        return None
+    return number / by
+
+
+# The work in a measurement: FLOPs per second, and which share of the GPU's peaks that is.
+
+
+def add_work(
+    seen: Measurement,
+    *,
+    flops: Mapping[str, Any] | None = None,
+    gemm_tflop_per_s: float | None = None,
+    copy_tb_per_s: float | None = None,
+) -> Measurement:
+    """The same measurement with TFLOP/s and MFU in it.
+
+    Args:
+        flops: work per sample as ``Measurement.flops`` holds it; None keeps what the measurement has.
+        gemm_tflop_per_s, copy_tb_per_s: what this very device does, as far as that was measured.
+    """
+    counted = dict(seen.flops if flops is None else flops)
+    on_gpu = seen.device == "cuda"
+    chip = datasheets.find_peak(seen.device_name) if on_gpu else None
+    own_rate = None if seen.samples_per_s is None else seen.samples_per_s / seen.world_size
+    done = compute_tflop_per_s(counted.get("per_sample"), own_rate)
+    arithmetic = _arithmetic(seen, counted) if on_gpu else None
+    of_dtype = datasheets.compute_effective_peak(chip, arithmetic)
+    gemm = gemm_tflop_per_s if gemm_tflop_per_s is not None else seen.peaks.get("measured_tflop_per_s")
+    copy = copy_tb_per_s if copy_tb_per_s is not None else seen.peaks.get("measured_copy_tb_per_s")
+    shares = compute_mfu(done, datasheet=chip.bf16 if chip else None, measured_peak=gemm, dtype_in_use=of_dtype)
+    known = {
+        "dtype": arithmetic.dtype if arithmetic else None,
+        "datasheet_tflop_per_s": chip.bf16 if chip else None,
+        "dtype_tflop_per_s": of_dtype,
+        "measured_tflop_per_s": gemm,
+        "dram_tb_per_s": chip.dram_tb_per_s if chip else None,
+        "measured_copy_tb_per_s": copy,
+    }
+    notes = tuple(note for note in write_mfu_notes(shares) if note not in seen.state)
+    return dataclasses.replace(
+        seen,
+        flops=counted,
+        peaks={**seen.peaks, **known} if on_gpu else {},
+        mfu=shares,
+        tflop_per_s=done,
+        state=(*seen.state, *notes),
+    )
+
+
+def _arithmetic(seen: Measurement, counted: Mapping[str, Any]) -> datasheets.Arithmetic | None:
+    products = [counted[kind] for kind in ("matmul", "attention") if counted.get(kind) is not None]
+    return datasheets.find_dtype_in_use(
+        seen.precision,
+        bool(seen.peaks.get("matmul_tf32")),
+        bool(seen.peaks.get("convolution_tf32")),
+        sum(products) if products else None,
+        counted.get("convolution"),
+    )

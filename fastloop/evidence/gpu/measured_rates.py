@@ -1,0 +1,167 @@
+"""What this very device does: a large bf16 product and a copy inside its memory, timed once and kept.
+
+``measure`` needs over a gigabyte of the device and up to two seconds, so it is for disposable trial processes: in a
+user's run it would move the peak memory. There only ``cached`` is called, which reads a small file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fastloop.evidence.gpu.nvml import find_uuid, read_driver
+from fastloop.records import store
+
+SCHEMA = 1
+PRODUCT_SIZES = (8192, 4096, 2048)
+"""Of square matrices, three of them: 384 MiB, 96, 24."""
+COPY_BYTES = (512 << 20, 128 << 20)
+"""Each far larger than a level-2 cache; two buffers."""
+WARM_UPS = 5
+MOST_TIMED = 300
+"""Enough to get past the first milliseconds, in which an idle chip runs at clocks it cannot hold."""
+LIMIT_MS = 500.0
+"""For the timed repeats of each of the two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Measured rates of one device; None: could not be measured."""
+
+    gemm_tflop_per_s: float | None = None
+    """bf16 product of two square matrices, 2 n^3 operations."""
+    copy_tb_per_s: float | None = None
+    """Copy from device memory to device memory: bytes read plus bytes written."""
+    gemm_size: int | None = None
+    """n; under 8192 where memory was short, and then perhaps less than the device can do."""
+
+
+def read_cached(uuid: str | None, name: str | None) -> Rates | None:
+    """What an earlier ``measure`` on this device found, with this torch and this driver; None if there was none.
+
+    Touches neither CUDA nor device memory. A file that is broken, foreign or unreadable counts as none.
+    """
+    try:
+        path, key = _place(uuid, name)
+        found = store.read(path) if path is not None else None
+        if found is None or (found["schema"], found["key"]) != (SCHEMA, key):
+            return None
+        return _checked(found["rates"])
+    except Exception:
+        return None
+
+
+def measure(device: torch.device) -> Rates:
+    """Measure and keep it for ``cached``. Never in the user's process.
+
+    At most about 1 GiB of device memory at a time, smaller where less is free, and under 2 s after CUDA's start. Fields
+    are None where the device cannot do it (no CUDA, no native bf16, too little memory).
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Rates()
+    with torch.cuda.device(device):
+        product = _first_that_fits(PRODUCT_SIZES, lambda n: 3 * 2 * n * n, lambda n: _product_ms(n, device), device)
+        copy = _first_that_fits(COPY_BYTES, lambda size: 2 * size, lambda size: _copy_ms(size, device), device)
+        torch.cuda.empty_cache()
+    rates = Rates(
+        gemm_tflop_per_s=2 * product[0] ** 3 / product[1] / 1e9 if product else None,
+        copy_tb_per_s=2 * copy[0] / copy[1] / 1e9 if copy else None,
+        gemm_size=product[0] if product else None,
+    )
+    if rates.copy_tb_per_s and rates.gemm_size in (None, PRODUCT_SIZES[0]):  # else memory was short, this time
+        _keep(rates, find_uuid(device), torch.cuda.get_device_name(device))
+    return rates
+
+
+def _first_that_fits(
+    sizes: tuple[int, ...], bytes_of: Callable[[int], int], run: Callable[[int], float | None], device: torch.device
+) -> tuple[int, float] | None:
+    """The largest size that half of the free memory holds, and its milliseconds."""
+    for size in sizes:
+        try:
+            if bytes_of(size) > torch.cuda.mem_get_info(device)[0] / 2:
+                continue
+            took = run(size)
+        except torch.cuda.OutOfMemoryError:
+            continue
+        except RuntimeError:  # a product this device or build has no kernel for
+            return None
+        return (size, took) if took else None
+    return None
+
+
+def _product_ms(n: int, device: torch.device) -> float | None:
+    # Emulated bf16 is what an older chip falls back on; that is no peak of anything.
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    # Random numbers, because zeros draw less power and so run at higher clocks; from an own stream of them.
+    numbers = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16, generator=numbers) for _ in range(2))
+    out = torch.empty_like(left)
+    return _median_ms(lambda: torch.mm(left, right, out=out))
+
+
+def _copy_ms(size: int, device: torch.device) -> float:
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _median_ms(lambda: target.copy_(source))
+
+
+def _median_ms(run: Callable[[], Any]) -> float:
+    for _ in range(WARM_UPS - 1):
+        run()
+    repeats = max(3, min(MOST_TIMED, int(LIMIT_MS / max(_timed_ms(run, 1)[0], 1e-3))))
+    return median(_timed_ms(run, repeats))
+
+
+def _timed_ms(run: Callable[[], Any], repeats: int) -> list[float]:
+    """Device time of each repeat, all of them queued before the first wait."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    marks[-1].synchronize()
+    return [float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(marks)]
+
+
+def _place(uuid: str | None, name: str | None) -> tuple[Path | None, dict[str, Any]]:
+    """Where the rates of a device are kept, and what they hold for."""
+    key = {"uuid": uuid, "name": name, "torch": torch.__version__, "driver": read_driver()}
+    if uuid is None or name is None:
+        return None, key
+    text = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    root = Path(text) if Path(text).is_absolute() else Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return root / "fastloop" / f"rates-{digest}.json", key
+
+
+def _keep(rates: Rates, uuid: str | None, name: str | None) -> None:
+    """Written whole or not at all; a place that cannot be written to is no error."""
+    with contextlib.suppress(OSError, RuntimeError):  # Path.home() raises the latter where there is none
+        path, key = _place(uuid, name)
+        if path is not None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = {"schema": SCHEMA, "key": key, "rates": dataclasses.asdict(rates)}
+            store.write(path.parent, {path.name: json.dumps(content)})
+
+
+def _checked(found: Mapping[str, Any]) -> Rates:
+    rates = Rates(**found)
+    for value in dataclasses.astuple(rates):
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{value!r} is no rate")
+    return rates

@@ -1,0 +1,268 @@
+"""The GPU's board over a window: how busy its units were, what it drew, what held it back, who else was there.
+
+A daemon thread reads NVML once a second and makes no CUDA call: the training is not synchronised, gets no context and
+no memory, and is never waited for. Nothing here raises into it. Energy and counters are the whole board's, so a MIG
+slice gets none, and energy is None where others compute on the same GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastloop.evidence.gpu.nvml import Gpu, Neighbours, Unreadable
+from fastloop.evidence.gpu.series import EnergyCounter, Timeline
+from fastloop.records.measurement import GPU_READINGS
+
+PERIOD_S = 1.0
+STOP_LIMIT_S = 2.0
+"""``stop`` takes milliseconds, and never longer than this: a thread that NVML holds on to is left behind."""
+SHORTEST_ROW_S = 0.1
+"""The GPM counters say nothing over less."""
+POLL_S = 0.01
+"""Within the first second the energy counter is looked at this often, to learn how often it is renewed."""
+NEIGHBOURS_EVERY = 10
+PARTITIONED = "this GPU is partitioned (MIG): utilisation, power and energy are the whole board's and are left out"
+_AVERAGED = ("nvml_busy_pct", "watts")
+"""What NVML itself averages over up to a second: in a shorter window it would tell of the time before."""
+
+now = time.perf_counter
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardSeen:
+    """What the board did between ``start`` and ``stop``."""
+
+    means: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(GPU_READINGS))
+    """The keys of ``measurement.GPU_READINGS``; each mean is weighted by time."""
+    timeline: tuple[Mapping[str, Any], ...] = ()
+    """At most 600 rows: ``t_s`` at the row's end, and the means of its time."""
+    joule: float | None = None
+    """Of the whole board over ``seconds``."""
+    joule_error_pct: float | None = None
+    """From the counter's period alone; the sensor's own error comes on top."""
+    state: tuple[str, ...] = ()
+    """What makes these figures depend on the hour, in sentences."""
+    seconds: float = 0.0
+
+
+class Board:
+    """Watches one GPU between ``start`` and ``stop``; may be started again. A forked child does not inherit the window.
+
+    Args:
+        uuid: the GPU's, as ``nvml.find_uuid`` gives it, or an NVML index in digits; None: there is no GPU.
+    """
+
+    def __init__(self, uuid: str | None) -> None:
+        self.uuid = uuid
+        self.why: str | None = None
+        """Why the last ``stop`` had nothing to give."""
+        self._sampler: _Sampler | None = None
+
+    def start(self) -> None:
+        """Begin a window. Returns at once: even NVML's own start is the thread's business."""
+        if self._sampler is not None and self._sampler.in_this_process():
+            return
+        self._sampler, self.why = None, None
+        if self.uuid is None:
+            self.why = "there is no GPU, or its uuid is not known"
+            return
+        sampler = _Sampler(self.uuid)
+        try:
+            sampler.start()
+        except RuntimeError as error:  # the process may have no more threads
+            self.why = f"no thread to read NVML in ({error})"
+            return
+        self._sampler = sampler
+
+    def stop(self) -> BoardSeen | None:
+        """End the window, within two seconds; None where nothing could be read, and ``why`` says the reason."""
+        sampler, self._sampler = self._sampler, None
+        if sampler is None or not sampler.in_this_process():
+            self.why = self.why or "it was not started"
+            return None
+        sampler.ending.set()
+        sampler.join(STOP_LIMIT_S)
+        self.why = f"NVML did not answer within {STOP_LIMIT_S:g} s" if sampler.is_alive() else sampler.why
+        return None if self.why else sampler.seen
+
+
+class _Sampler(threading.Thread):
+    def __init__(self, uuid: str) -> None:
+        super().__init__(name="fastloop-board", daemon=True)
+        self.ending = threading.Event()
+        self.seen: BoardSeen | None = None
+        self.why: str | None = None
+        self._uuid, self._process = uuid, os.getpid()
+        self._timeline, self._energy = Timeline(), EnergyCounter()
+        self._limited_s: dict[str, float] = {}
+        self._clocks_seen_s = 0.0
+        self._crowd = Neighbours()
+        self._crowded = self._uncounted = False
+
+    def in_this_process(self) -> bool:
+        return self._process == os.getpid()
+
+    def run(self) -> None:
+        try:
+            with no_fork():
+                gpu = Gpu.open(self._uuid)
+            try:
+                self._watch(gpu)
+            finally:
+                with no_fork():
+                    gpu.close()
+        except Unreadable as reason:
+            self.why = str(reason)
+        except Exception as error:
+            self.why = f"reading NVML failed ({type(error).__name__}: {error})"
+
+    def _watch(self, gpu: Gpu) -> None:
+        with no_fork():
+            self._count_neighbours(gpu)
+            max_clock = gpu.sm_clock_max_mhz()
+            gpu.open_counters()
+            start = before = now()
+            self._energy.add(start, gpu.energy_mj())
+        self._learn_period(gpu, start + PERIOD_S - SHORTEST_ROW_S)
+        readings = 0
+        while not gpu.mig:
+            next_s = start + (round((before - start) / PERIOD_S) + 1) * PERIOD_S
+            ends = self.ending.wait(max(next_s - now(), SHORTEST_ROW_S))
+            with no_fork():
+                before = self._read(gpu, start, before)
+                readings += 1
+                if ends or readings % NEIGHBOURS_EVERY == 0:
+                    self._count_neighbours(gpu)
+            if ends:
+                break
+        if gpu.mig:
+            self.ending.wait()
+        self.seen = self._summary(now() - start if gpu.mig else before - start, max_clock, gpu.mig)
+
+    def _learn_period(self, gpu: Gpu, until: float) -> None:
+        while self._energy.readable and not self._energy.period_known and now() < until:
+            if self.ending.wait(POLL_S):
+                return
+            with no_fork():
+                self._energy.add(now(), gpu.energy_mj())
+
+    def _read(self, gpu: Gpu, start: float, before: float) -> float:
+        """One row; returns the moment it was read at."""
+        at = now()
+        self._energy.add(at, gpu.energy_mj())
+        if at - before < SHORTEST_ROW_S:
+            return at
+        self._timeline.add(at - start, at - before, gpu.numbers())
+        reasons = gpu.throttle()
+        if reasons is not None:
+            self._clocks_seen_s += at - before
+            for reason in reasons:
+                self._limited_s[reason] = self._limited_s.get(reason, 0.0) + at - before
+        return at
+
+    def _count_neighbours(self, gpu: Gpu) -> None:
+        found = gpu.neighbours()
+        self._uncounted = self._uncounted or found.processes is None
+        if found.processes or not self._crowded:
+            self._crowd = found
+        self._crowded = self._crowded or bool(found.processes)
+
+    def _summary(self, seconds: float, max_clock: float | None, mig: bool) -> BoardSeen:
+        if mig:
+            return BoardSeen(seconds=seconds, state=(PARTITIONED,))
+        means: dict[str, Any] = {**dict.fromkeys(GPU_READINGS), **self._timeline.mean.values()}
+        if seconds < PERIOD_S:
+            means.update(dict.fromkeys(_AVERAGED))
+        means["sm_clock_max_mhz"] = max_clock
+        means["throttle"] = sorted(self._limited_s) if self._clocks_seen_s else None
+        joule = None if self._crowded else self._energy.joule()
+        return BoardSeen(
+            means=means,
+            timeline=self._timeline.rows(),
+            joule=joule,
+            seconds=seconds,
+            joule_error_pct=None if joule is None else self._energy.error_pct(),
+            state=(
+                *self._describe_limits(means),
+                *_describe_neighbours(self._crowd, self._uncounted and joule is not None),
+            ),
+        )
+
+    def _describe_limits(self, means: Mapping[str, Any]) -> list[str]:
+        if not self._limited_s:
+            return []
+        limits = sorted(self._limited_s.items())
+        shares = ", ".join(f"{name} {100 * held / self._clocks_seen_s:.0f} %" for name, held in limits)
+        clock, most = means["sm_clock_mhz"], means["sm_clock_max_mhz"]
+        clocks = "" if clock is None or most is None else f" (SM clock {clock:,.0f} of {most:,.0f} MHz)"
+        return [f"the GPU's clocks were held back for part of the time: {shares}{clocks}"]
+
+
+def _describe_neighbours(crowd: Neighbours, energy_in_doubt: bool) -> list[str]:
+    """Sentences about other processes on the GPU."""
+    if crowd.processes:
+        count = "another process" if crowd.processes == 1 else f"{crowd.processes} other processes"
+        facts = []
+        if crowd.pids:
+            facts.append(f"{'pid' if len(crowd.pids) == 1 else 'pids'} {', '.join(map(str, crowd.pids))}")
+        if crowd.held_bytes is not None:
+            facts.append(f"holding {crowd.held_bytes / 2**30:.1f} GiB")
+        if crowd.memory_free_bytes is not None and crowd.memory_total_bytes is not None:
+            facts.append(f"{crowd.memory_free_bytes / 2**30:.1f} of {crowd.memory_total_bytes / 2**30:.1f} GiB free")
+        return [
+            f"{count} computed on this GPU ({'; '.join(facts) or 'not listed'}): rates and utilisation are not "
+            "this run's alone, and energy is left out"
+        ]
+    if energy_in_doubt:
+        return ["other processes on this GPU cannot be listed here; the energy is taken to be this run's alone"]
+    return []
+
+
+# Keeps a fork from catching another thread inside a C library.
+#
+# A forked child (a loader's worker) has only the thread that forked. If another thread was inside NVML at that moment,
+# the library's locks stay locked in the child for ever, and a child that asks NVML anything (torch counts devices that
+# way) hangs. So a fork waits until the call in progress is over, some milliseconds, and never longer than ``LIMIT_S``.
+
+LIMIT_S = 1.0
+"""A fork waits no longer than this, even if the library never comes back."""
+
+_gate = threading.Lock()
+_forking = threading.local()
+_registered = False
+
+
+@contextlib.contextmanager
+def no_fork() -> Iterator[None]:
+    """Inside it no other thread of this process forks. Keep it short, and do not fork inside it."""
+    _register()
+    gate = _gate
+    with gate:
+        yield
+
+
+def _register() -> None:
+    global _registered  # Python keeps such hooks for the life of the process: once is enough
+    if not _registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+    _registered = True
+
+
+def _before() -> None:
+    _forking.waited_for = _gate if _gate.acquire(timeout=LIMIT_S) else None
+
+
+def _in_parent() -> None:
+    if _forking.waited_for is not None:
+        _forking.waited_for.release()
+
+
+def _in_child() -> None:
+    global _gate  # whoever may have held the old one does not exist here
+    _gate = threading.Lock()

@@ -1,0 +1,132 @@
+"""Readings over time in fixed memory: rows that merge two by two when there are too many, and the mean of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+MOST_ROWS = 600
+
+
+class Mean:
+    """Means weighted by the time each reading stands for. A reading that is None has no weight."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float | None], seconds: float) -> None:
+        for name, value in values.items():
+            weight = 0.0 if value is None else seconds
+            self._sums[name] = self._sums.get(name, 0.0) + (value or 0.0) * weight
+            self._seconds[name] = self._seconds.get(name, 0.0) + weight
+
+    def absorb(self, other: Mean) -> None:
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total
+            self._seconds[name] = self._seconds.get(name, 0.0) + other._seconds[name]
+
+    def values(self) -> dict[str, float | None]:
+        return {
+            name: round(total / self._seconds[name], 4) if self._seconds[name] > 0 else None
+            for name, total in self._sums.items()
+        }
+
+
+class Timeline:
+    """At most 600 rows, evenly spaced: at the 600th every two become one, and later rows cover twice the time."""
+
+    def __init__(self) -> None:
+        self.mean = Mean()
+        """Of everything that was added."""
+        self.readings_per_row = 1
+        self._rows: list[tuple[float, Mean]] = []
+        self._open = Mean()
+        self._in_open = 0
+
+    def add(self, t_s: float, seconds: float, values: Mapping[str, float | None]) -> None:
+        """Add what was read at ``t_s``, standing for the ``seconds`` before it."""
+        self.mean.add(values, seconds)
+        self._open.add(values, seconds)
+        self._in_open += 1
+        self._t_s = t_s
+        if self._in_open == self.readings_per_row:
+            self._rows.append((t_s, self._open))
+            self._open, self._in_open = Mean(), 0
+            if len(self._rows) == MOST_ROWS:
+                self._halve()
+
+    def rows(self) -> tuple[dict[str, float | None], ...]:
+        """``t_s``, the end of the row's time, and its means."""
+        rows = self._rows + ([(self._t_s, self._open)] if self._in_open else [])
+        return tuple({"t_s": round(t_s, 3), **mean.values()} for t_s, mean in rows)
+
+    def _halve(self) -> None:
+        merged = []
+        for (_, first), (t_s, second) in zip(self._rows[::2], self._rows[1::2], strict=True):
+            first.absorb(second)
+            merged.append((t_s, first))
+        self._rows = merged
+        self.readings_per_row *= 2
+
+
+# Joules from a counter that steps: the difference of two readings, and how far off that may be.
+
+LEAST_S = 10.0
+"""Over a shorter window the counter's steps are too coarse a ruler."""
+ENOUGH_STEPS = 5
+
+
+class EnergyCounter:
+    """Readings of a total in millijoules. It is renewed every so often, so each reading is old by up to one period."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
+        self._step_at: float | None = None
+        self._gaps: list[float] = []
+        self.readable = True
+        """False once a reading was missing or ran backwards."""
+
+    def add(self, at_s: float, millijoule: int | None) -> None:
+        """Take a reading; None where the driver gave none, and then there is no sum."""
+        if millijoule is None:
+            self.readable = False
+            return
+        if self._first is None or self._last is None:
+            self._first = self._last = (at_s, millijoule)
+            return
+        if millijoule < self._last[1]:  # a reloaded driver begins at 0 again
+            self.readable = False
+        if millijoule != self._last[1]:
+            if self._step_at is not None and not self.period_known:
+                self._gaps.append(at_s - self._step_at)
+            self._step_at = at_s
+        self._last = (at_s, millijoule)
+
+    @property
+    def period_known(self) -> bool:
+        """Enough steps were seen to say how often the counter is renewed."""
+        return len(self._gaps) >= ENOUGH_STEPS
+
+    @property
+    def seconds(self) -> float:
+        """From the first reading to the last."""
+        return 0.0 if self._first is None or self._last is None else self._last[0] - self._first[0]
+
+    def joule(self) -> float | None:
+        """Energy between the first and the last reading; None under ten seconds, and where the counter stood still,
+        ran backwards or could not be read."""
+        if not self.readable or self._first is None or self._last is None or self.seconds < LEAST_S:
+            return None
+        used = self._last[1] - self._first[1]
+        return used / 1e3 if used > 0 else None
+
+    def error_pct(self) -> float | None:
+        """Error of ``joule`` from the counter's period alone, in percent: one period in the whole window.
+
+        The sensor's own accuracy comes on top. None where no two steps were seen.
+        """
+        if not self._gaps or not self.seconds:
+            return None
+        return 100 * median(self._gaps) / self.seconds

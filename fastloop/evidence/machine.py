@@ -1,0 +1,356 @@
+"""Readings of this machine and its installation, taken without importing torch or Lightning.
+
+``None`` stands for "could not be read", never 0. Functions that read ``/proc``, ``/sys`` or ``/dev`` take the ``root``
+those lie under, and functions that read variables take the mapping, so that a test can hand in a machine of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Reading = TypeVar("Reading")
+
+ROOT = Path("/")
+
+DISTRIBUTION, BARE_NAME = "lightning-fastloop", "fastloop"
+"""What this package is installed as; and a distribution of somebody else's, which has a package ``fastloop`` too; ours
+was once called that."""
+
+PACKAGES = (
+    DISTRIBUTION,
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "torchvision",
+    "omegaconf",
+    "torchdata",
+    "numpy",
+    "hydra-core",
+    "jsonargparse",
+    "click",
+    "rich",
+    "psutil",
+    "scipy",
+    "nvidia-ml-py",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+    "triton",
+)
+"""Distributions whose versions can change what a run computes or how fast it is."""
+
+VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "OMP_", "MKL_", "PYTORCH_", "FASTLOOP_", "SLURM_")
+VARIABLE_NAMES = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+UNMARKED_SECRETS = ("SLURM_JWT",)
+"""Credentials among them whose names do not say so: left out, because masking goes by name."""
+
+GIT_LIMIT_S = 2.0
+LONGEST_NAME, SOCKET_PATH = len("/pymp-12345678/listener-12345678"), 107
+"""Bytes of what multiprocessing puts below the directory for temporary files, and of a socket's whole path."""
+
+
+class Unreadable(Exception):
+    """There is no reading this GPU; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReading:
+    """One GPU as NVML numbers it (``CUDA_VISIBLE_DEVICES`` plays no part); ``None`` = NVML would not say."""
+
+    index: int
+    name: str | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    driver: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    mig_enabled: bool | None = None
+    """``None`` also where the GPU cannot be partitioned at all."""
+    foreign_pids: tuple[int, ...] | None = None
+    """Processes that compute on this GPU and are not of this run. In a container NVML may number them as the host does,
+    and then a run that already holds the GPU finds itself among them."""
+
+
+# ---------------------------------------------------------------- processors, memory, limits
+
+
+def usable_cpus(root: Path = ROOT) -> int:
+    """CPUs this process may keep busy: its affinity or its cgroup's quota, whichever is smaller, and at least 1."""
+    on_linux = hasattr(os, "sched_getaffinity")  # macOS and Windows have neither affinity nor quota
+    allowed = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    return max(1, int(min([allowed, *_cpu_quotas(root)])))
+
+
+def local_rank_count(environ: Mapping[str, str]) -> int:
+    """Training processes on this machine, as torchrun or SLURM announce them; 1 where neither does."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        count = environ.get(name, "")
+        if count.isdecimal() and int(count) > 0:
+            return int(count)
+    return 1
+
+
+def memory_bytes(root: Path = ROOT) -> int | None:
+    """Memory this process may use: what is installed or the cgroup's limit, whichever is smaller."""
+    limits = list(_memory_limits(root))
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no sysconf, or it does not know these names
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
+
+
+def shm_free_bytes(root: Path = ROOT) -> int | None:
+    """Free space in ``/dev/shm``, through which loader workers hand over their batches; ``None`` without one."""
+    try:
+        return shutil.disk_usage(root / "dev/shm").free
+    except OSError:
+        return None
+
+
+def no_sockets_in() -> str | None:
+    """The directory for temporary files, where its path is too long for a socket below it; ``None`` where it is not.
+
+    Loader workers hand over their batches through such sockets. Where none can be made, the worker prints an error
+    and the training waits for ever. Source: ``unix(7)``, ``multiprocessing.connection.arbitrary_address``.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    place = tempfile.gettempdir()
+    return place if len(os.fsencode(place)) + LONGEST_NAME > SOCKET_PATH else None
+
+
+def open_file_limit() -> int | None:
+    """Files this process may hold open; ``None`` where nothing limits them."""
+    import resource  # here: a training imports this module too, wherever it runs
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def cxx_compiler(environ: Mapping[str, str]) -> str | None:
+    """Path of the C++ compiler that Inductor calls; ``None`` where ``torch.compile`` would fail for want of one.
+
+    Inductor tries ``CXX``, else one name for the platform, and nothing after that: a clang++ beside a missing g++ does
+    not help. Source: ``torch/_inductor/config.py``, ``cpp.cxx`` (read in torch 2.11).
+    """
+    name = environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return shutil.which(name, path=environ.get("PATH", os.defpath))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    for group in _cgroups(root, "cpu"):
+        version_1 = f"{_text(group / 'cpu.cfs_quota_us')} {_text(group / 'cpu.cfs_period_us')}"
+        for text in (_text(group / "cpu.max"), version_1):
+            match text.split():  # "150000 100000"; unlimited is "max 100000" or "-1 100000"
+                case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+                    yield int(quota) / int(period)
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    for group in _cgroups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = _text(group / name)
+            if limit.isdecimal():  # unlimited is "max", or in version 1 a number no machine reaches
+                yield int(limit)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Directories of this process's cgroups and of all above them: the tightest limit on the way up is what holds.
+
+    A container often names its cgroup as the host sees it while the mount begins at the container; the walk up to the
+    mount point finds the limits then too.
+    """
+    mount = root / "sys/fs/cgroup"
+    yield mount
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = mount / controller if controllers else mount  # version 2 names no controllers
+        parts = Path(path.lstrip("/")).parts
+        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def gpus() -> tuple[GpuReading, ...]:
+    """Every GPU of this machine; empty where there is no NVML, no driver or no GPU."""
+    try:
+        nvml = start_nvml()
+    except Unreadable:
+        return ()
+    try:
+        count = ask_nvml(nvml.nvmlDeviceGetCount) or 0
+        return tuple(_read_gpu(nvml, index) for index in range(count))
+    finally:
+        ask_nvml(lambda: nvml.nvmlShutdown())  # NVML counts its users: whoever else has it open keeps it
+
+
+def _read_gpu(nvml: Any, index: int) -> GpuReading:
+    driver = ask_driver(nvml)
+    device = ask_nvml(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+    if device is None:
+        return GpuReading(index=index, driver=driver)
+    memory = ask_nvml(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
+    processes = ask_nvml(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
+    return GpuReading(
+        index=index,
+        name=ask_nvml(lambda: _decoded(nvml.nvmlDeviceGetName(device))),
+        memory_total_bytes=None if memory is None else memory.total,
+        memory_used_bytes=None if memory is None else memory.used,
+        driver=driver,
+        compute_capability=ask_nvml(lambda: nvml.nvmlDeviceGetCudaComputeCapability(device)),
+        mig_enabled=ask_nvml(lambda: bool(nvml.nvmlDeviceGetMigMode(device)[0])),
+        foreign_pids=None if processes is None else tuple(p.pid for p in processes if not is_ours(p.pid, os.environ)),
+    )
+
+
+def start_nvml() -> Any:
+    """The module ``pynvml``, started; whoever starts it shuts it down.
+
+    Raises:
+        Unreadable: no nvidia-ml-py, no driver, no GPU.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")  # the module of the distribution nvidia-ml-py
+    except Exception as error:
+        raise Unreadable(f"nvidia-ml-py cannot be imported ({error})") from error
+    try:
+        nvml.nvmlInit()
+    except Exception as error:
+        raise Unreadable(f"NVML does not start ({error})") from error
+    return nvml
+
+
+def ask_nvml(question: Callable[[], Reading]) -> Reading | None:
+    """The answer, or ``None`` where the driver refuses, forbids, or this pynvml is too old to ask."""
+    try:
+        return question()
+    except Exception:
+        return None
+
+
+def ask_driver(nvml: Any) -> str | None:
+    """The driver's version."""
+    return ask_nvml(lambda: _decoded(nvml.nvmlSystemGetDriverVersion()))
+
+
+def _decoded(text: str | bytes) -> str:
+    """Old releases of nvidia-ml-py return bytes."""
+    return text.decode() if isinstance(text, bytes) else text
+
+
+def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
+    """Whether ``pid`` belongs to this run: same process group, or a sibling where a launcher started several ranks."""
+    try:
+        if os.getpgid(pid) == os.getpgrp():
+            return True
+    except OSError:  # gone, or a number of the host's
+        return False
+    # torchrun and srun put each rank into a group of its own, under one parent
+    return local_rank_count(environ) > 1 and _parent(pid) == os.getppid()
+
+
+def _parent(pid: int) -> int | None:
+    after_name = _text(ROOT / f"proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold spaces and brackets
+    return int(after_name[1]) if len(after_name) > 1 else None
+
+
+# ---------------------------------------------------------------- versions and the record of a run
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python and of the installed ones among ``packages``, from their metadata: nothing is imported."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            version: str | None = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version is not None:  # what a broken uninstall leaves behind has no version
+            found[package] = version
+    return found
+
+
+def bare_distribution() -> Literal["ours", "stranger"] | None:
+    """Whose distribution is installed under the bare name: an old install of this package, or somebody else's."""
+    try:
+        installed = importlib.metadata.distribution(BARE_NAME)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    commands = {entry.value for entry in installed.entry_points if entry.group == "console_scripts"}
+    return "ours" if "fastloop.cli:main" in commands else "stranger"
+
+
+def environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The content of ``env.json``, secrets masked; ``torch_flags`` is left to whoever has torch loaded."""
+    from fastloop.records.secrets import mask
+
+    readings = gpus()
+    chosen = (name for name in sorted(environ) if name.startswith(VARIABLE_PREFIXES) or name in VARIABLE_NAMES)
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if commit else None
+    record = {
+        "schema": 1,
+        "versions": versions(),
+        "hardware": {
+            "cpu_model": _cpu_model(),
+            "usable_cpus": usable_cpus(),
+            "memory_bytes": memory_bytes(),
+            "shm_free_bytes": shm_free_bytes(),
+            "gpus": [dataclasses.asdict(reading) for reading in readings],
+        },
+        "driver": readings[0].driver if readings else None,
+        "commit": commit,
+        "dirty": None if changes is None else bool(changes),
+        "argv": list(argv),
+        "variables": {name: environ[name] for name in chosen if name not in UNMARKED_SECRETS},
+        "torch_flags": None,
+    }
+    masked: dict[str, Any] = mask(record)
+    return masked
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the working directory; ``None`` outside a work tree, without git, or when it takes too long."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model(root: Path = ROOT) -> str | None:
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or None

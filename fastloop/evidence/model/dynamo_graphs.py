@@ -1,0 +1,68 @@
+"""What Dynamo captured: graphs, recompiles and breaks since a given moment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Dynamo's counters at one moment."""
+
+    graphs: int
+    breaks: Mapping[str, int]
+    latest: Any
+    """The last entry of Dynamo's list of compilations, which keeps the latest ones only; None where it is empty."""
+
+
+def count_captured() -> int:
+    """Graphs captured in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def count() -> Count:
+    """Dynamo's counters now."""
+    from torch._dynamo.utils import counters
+
+    return Count(graphs=count_captured(), breaks=dict(counters["graph_break"]), latest=(_compilations() or [None])[-1])
+
+
+def count_since(before: Count) -> dict[str, Any]:
+    """What happened since `before`: graphs (int), recompiles and breaks (causes), limit_hit (bool)."""
+    now, new = count(), list[Any]()
+    for metric in reversed(_compilations()):
+        if metric is before.latest:
+            break
+        new.insert(0, metric)
+    breaks = [cause.splitlines()[0] for cause, times in now.breaks.items() if times > before.breaks.get(cause, 0)]
+    recompiles = [_one_line(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)]
+    limit_hit = any(_is_limit(str(getattr(metric, "fail_reason", ""))) for metric in new)
+    return {
+        "graphs": now.graphs - before.graphs,
+        "recompiles": list(dict.fromkeys(recompiles)),
+        "breaks": breaks,
+        "limit_hit": limit_hit,
+    }
+
+
+def _compilations() -> list[Any]:
+    try:
+        from torch._dynamo.utils import get_compilation_metrics
+    except ImportError:  # not in every torch; causes are then missing, counts stay
+        return []
+    return list(get_compilation_metrics())
+
+
+def _is_limit(fail_reason: str) -> bool:
+    return re.search(r"(recompile|cache[ _]size)[ _]limit", fail_reason, re.IGNORECASE) is not None
+
+
+def _one_line(reason: str) -> str:
+    """The guard that failed, without Dynamo's numbers of frame and compilation before it."""
+    lines = [line.strip(" -") for line in reason.strip().splitlines() if line.strip(" -")]
+    return re.sub(r"^\d+/\d+: ", "", lines[-1] if lines else reason)[:160]

@@ -1,0 +1,275 @@
+"""How much arithmetic a step is: floating-point operations by kind, counted while the step runs.
+
+A light dispatch mode of our own. ``torch.utils.flop_counter.FlopCounterMode`` installs module hooks and decomposes
+operators it does not know, so that the step it counts is not the step the user runs; this one runs every operator as it
+is, looks at shapes and takes torch's public formulas where they are right.
+
+What recomputation costs (activation checkpointing, and the scores that a fused attention computes again in its
+backward) is kept apart: the same model counts the same eager, compiled, checkpointed or with fused attention.
+Source: ``facts/measuring.md`` section 3; https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+MOST_NAMES = 5
+STEP = "one eager step of this run"
+"""Where work is counted unless somebody says otherwise."""
+_CHECKPOINT, _ENGINE = checkpoint.__file__, torch.autograd.graph.__file__
+_PLAIN_NAMESPACES = re.compile(r"aten|prims?|inductor_prims|profiler|c10d|_?c10d_functional|_dtensor|fsdp|symm_mem")
+_HEAVY = re.compile(
+    r"(?!_thnn_fused)(.*(rnn|lstm|gru)|_?fft_|.*(sparse|int4|int8|grouped|mixed_dtypes|_int_|scaled_|cslt_).*mm"
+    r"|sspaddmm|hspmm|_?linalg_(?!vector_norm|cross|diagonal|check)|cholesky|lu_|ormqr|geqrf|triangular_solve"
+    r"|matrix_exp|_?(cdist|euclidean_dist|trilinear)|mkldnn_|mkl_|miopen_|fbgemm_|.*attention|_transformer_encoder_layer"
+    r"|(linear|bilinear|matmul|einsum|tensordot|conv([123]d|_transpose[123]d?))$)"
+)
+"""Operators of torch's own that do heavy work: without a formula they turn the count into "at least". The last line's
+come here whole only from tensor subclasses (jagged ones, for instance)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Floating-point operations of what was counted; a multiplication and an addition are two."""
+
+    matmul: int = 0
+    convolution: int = 0
+    attention: int = 0
+    recomputed: int = 0
+    """Forward work done a second time for the backward's sake; in none of the others."""
+    at_least: bool = False
+    """Something heavy ran that has no formula."""
+    uncounted: tuple[str, ...] = ()
+    """Names of such operators, at most five."""
+
+    @property
+    def total(self) -> int:
+        """The model's own work, without recomputation."""
+        return self.matmul + self.convolution + self.attention
+
+    def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
+        """This work as ``Measurement.flops`` holds it, per sample; ``source`` says where it was counted."""
+        if samples <= 0 or not self.total:
+            had = "nothing with a formula" if self.uncounted else "no product, convolution or attention"
+            why = f"the counted step had {had}" if samples > 0 else "the samples of the counted step are not known"
+            return {"per_sample": None, "source": source, "why": why}
+        kinds = {name: getattr(self, name) / samples for name in ("matmul", "convolution", "attention", "recomputed")}
+        return {
+            "per_sample": self.total / samples,
+            **kinds,
+            "at_least": self.at_least,
+            "uncounted": list(self.uncounted),
+            "source": source,
+        }
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts what runs inside ``with``; may be entered again and again, and then goes on counting.
+
+    It sees the backward too, wherever the autograd engine runs it. It changes no operator, installs no hooks and holds
+    no tensors. Where torch.compile is in use it must not be: see ``may_count``.
+    """
+
+    supports_higher_order_operators = True  # else flex_attention raises under any mode that does not know it
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.recomputed = 0
+        self.ambiguous = False
+        """A graph of the backward was built (``create_graph``) in a way that hides what is recomputation."""
+        self._creates_graph = False
+        self._uncounted: dict[str, None] = {}
+        self._known: dict[Any, Callable[..., tuple[str, int, int]] | None] = {}
+        self._lock = threading.Lock()  # the engine has a thread per device
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code keeps its graphs, then; else one step under a mode switches torch.compile off for good.
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True imports torch._dynamo at the first operator, which costs seconds. Torch that does not know the method
+        # above needs it: Dynamo would trace this class where code is compiled under the mode, as flex_attention is.
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Inference mode has no autograd layer to take `linear` apart on the way here.
+        if torch.is_inference_mode_enabled() and not types and func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
+        try:
+            formula = self._known[func]
+        except KeyError:
+            formula = self._known[func] = self._formula(func)
+        if formula is not None:
+            self._add(func, formula, args, kwargs, out)
+        return out
+
+    @property
+    def work(self) -> Work:
+        """What has been counted so far."""
+        both = self.forward + self.backward
+        names = tuple(self._uncounted)[:MOST_NAMES]
+        return Work(
+            matmul=both["matmul"],
+            convolution=both["convolution"],
+            attention=both["attention"],
+            recomputed=self.recomputed,
+            at_least=bool(names) or self.ambiguous,
+            uncounted=names,
+        )
+
+    def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
+        """What has been counted as ``Measurement.flops`` holds it; a step without a backward is none to go by, as
+        where ``training_step`` returned None."""
+        if self.work.total and not self.backward.total():
+            return {"per_sample": None, "source": source, "why": "the counted step had no backward"}
+        return self.work.per(samples, source)
+
+    def _formula(self, func: Any) -> Callable[..., tuple[str, int, int]] | None:
+        """What counts this operator; None for one that is cheap or has to go uncounted."""
+        packet = getattr(func, "_overloadpacket", None)
+        name = func.__name__ if packet is None else packet.__name__
+        namespace = getattr(func, "namespace", "higher_order")
+        if packet in flop_registry or (namespace == "aten" and name in _OWN):
+            return _OWN.get(name) or _public(name, flop_registry[packet])
+        if packet is None or not _PLAIN_NAMESPACES.fullmatch(namespace) or (namespace == "aten" and _HEAVY.match(name)):
+            self._uncounted[f"{namespace}.{name}" if packet is not None else name] = None
+        return None
+
+    def _add(self, func: Any, formula: Callable[..., tuple[str, int, int]], args: Any, kwargs: Any, out: Any) -> None:
+        try:
+            if any(isinstance(value, torch.Tensor) and "sparse" in str(value.layout) for value in args):
+                raise ValueError("the formulas are for dense operands")
+            kind, flops, again = formula(*args, out_val=out, **kwargs)
+            flops, again = int(flops), int(again)
+        except Exception:  # counting must never break the step
+            self._uncounted[f"{func.namespace}.{func.__name__.split('.')[0]}"] = None
+            return
+        with self._lock:
+            phase = self._phase()
+            self.recomputed += again
+            if phase is None:
+                self.recomputed += flops
+            else:
+                phase[kind] += flops
+
+    def _phase(self) -> Counter[str] | None:
+        """Where the operator of now belongs; None for recomputation. Looks at the stack down to the engine's call."""
+        if torch._C._current_graph_task_id() == -1:
+            return self.forward
+        # What called __torch_dispatch__: nothing, where a thread of the engine's did.
+        frame, depth = sys._getframe(2).f_back, 0
+        while frame is not None and not (frame.f_code.co_filename == _ENGINE and "engine" in frame.f_code.co_name):
+            if frame.f_code.co_filename == _CHECKPOINT:
+                return None
+            frame, depth = frame.f_back, depth + 1
+        if depth and torch.is_grad_enabled():
+            # Python that the engine called, building a graph: somebody's own checkpointing. Where the whole backward
+            # builds one (create_graph) it may as well be the backward of a custom Function.
+            self.ambiguous = self.ambiguous or self._creates_graph
+            return None
+        self._creates_graph = self._creates_graph or torch.is_grad_enabled()
+        return self.backward
+
+
+def may_count(module: torch.nn.Module) -> str | None:
+    """Why counting must not happen in the user's own live step; None where it may.
+
+    What a compiler fused nobody sees, and in older torch one step under a dispatch mode switches torch.compile off for
+    the rest of the process. Ask after at least one whole step, for a function under ``torch.compile`` shows only once
+    it has run. A process that may be thrown away counts under ``torch.compiler.set_stance("force_eager")`` instead.
+    In the user's own that is no way out for later fits either: nothing tells beforehand whether a function that was
+    compiled earlier takes part in the step, and if one does, the step would be computed by other code, with other
+    rounding and the memory of eager mode.
+    """
+    for name, part in module.named_modules():
+        where = f"`{name}`" if name else "the module"
+        if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
+            return f"{where} is compiled: what is fused cannot be counted, and counting may switch torch.compile off"
+        if str(getattr(vars(part).get("forward"), "__module__", "")).startswith("torch.cuda.graphs"):
+            return f"{where} replays a CUDA graph, whose operators nobody sees"
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(dynamo, "counters", None) or {}
+    if any(counters[name] for name in ("stats", "frames") if name in counters):
+        return "torch.compile is in use: what is fused cannot be counted, and counting may switch it off"
+    if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return None
+
+
+def _public(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, int, int]]:
+    kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
+
+    def count(*args: Any, **kwargs: Any) -> tuple[str, int, int]:
+        flops = formula(*args, **kwargs)
+        # Of the five products of such a backward one is the scores again.
+        again = flops // 5 if kind == "attention" and name.endswith("backward") else 0
+        return kind, flops - again, again
+
+    return count
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+    """Queries [B, H, S, D], keys [B, h, T, D], values [B, h, T, V]; torch's formula refuses h < H (grouped queries)."""
+    scores = 2 * prod(query.shape[:-1]) * key.shape[-2]
+    return "attention", scores * (query.shape[-1] + value.shape[-1]), 0
+
+
+def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+    _kind, forward, _again = _attention(query, key, value)
+    return "attention", 2 * forward, 2 * prod(query.shape) * key.shape[-2]
+
+
+def _convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> tuple[str, int, int]:
+    """Each gradient costs what the forward did; torch's formula multiplies that of grouped weights by the groups."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = rest
+    forward = 2 * x.shape[0] * prod((x if transposed else grad).shape[2:]) * prod(weight.shape)
+    return "convolution", forward * (bool(output_mask[0]) + bool(output_mask[1])), 0
+
+
+def _inner(a: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+    """Dot product, and matrix [M, K] by vector [K]."""
+    return "matmul", 2 * prod(a.shape), 0
+
+
+def _added(_start: Any, a: Any, b: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+    return "matmul", 2 * prod(a.shape) * (b.shape[-1] if b.dim() > 1 else 1), 0
+
+
+_FUSED = (
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+    "fused_attention_overrideable",
+)
+_OWN: dict[str, Callable[..., tuple[str, int, int]]] = {
+    **{f"_scaled_dot_product_{kind}": _attention for kind in _FUSED},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _FUSED},
+    "convolution_backward": _convolution_backward,
+    "dot": _inner,
+    "vdot": _inner,
+    "mv": _inner,
+    "addmv": _added,
+    "addbmm": _added,
+    "_addmm_activation": _added,
+}
+"""Formulas that torch has not, or has wrong for some shapes."""

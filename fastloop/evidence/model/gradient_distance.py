@@ -1,0 +1,88 @@
+"""How far two gradients are apart, tensor by tensor and as a whole. In float64, on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+Gradient = Mapping[str, torch.Tensor]
+"""Gradients by the names of their parameters."""
+
+LISTED = 5
+LOST_SHARE = 1e-4
+"""A tensor whose numbers are this small beside the mean one may well be zero in truth: the bias before a BatchNorm."""
+NOTABLE, OFF = 1e-2, 0.5
+"""A tensor with this share of the norm keeps at least this part of itself, whatever rounding does to the rest."""
+
+
+def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
+    """What lies between a gradient and the base's.
+
+    Returns:
+        ``deviation``   ``||arm - base|| / ||base||``, a tensor that is missing counting as zeros
+        ``kept``        how much of the base's gradient is in the arm's, ``<arm, base> / ||base||^2``: rounding leaves
+                        it near 1 however far it scatters the rest, a lost factor does not
+        ``worst``       the tensors with the largest part in that: ``name``, ``deviation`` of its own norm, ``share``
+        ``missing``, ``extra``   tensors that only the base has, and only the arm
+        ``lost``        of the base's, those that are missing or all zeros in the arm and were not as good as zero
+        ``astray``      those with a notable share of the norm of which less than half is kept, or twice as much
+        ``finite``      all numbers of the arm's are
+    """
+    rows = {name: _row(base.get(name), arm.get(name)) for name in {**base, **arm}}
+    norm = math.sqrt(math.fsum(row["base"] ** 2 for row in rows.values()))
+    apart = math.sqrt(math.fsum(row["apart"] ** 2 for row in rows.values()))
+    typical = norm / math.sqrt(sum(tensor.numel() for tensor in base.values()) or 1)
+    lost = [
+        name
+        for name, row in rows.items()
+        if name in base and row["arm"] == 0 and row["base"] > LOST_SHARE * typical * math.sqrt(base[name].numel())
+    ]
+    astray = [
+        name
+        for name, row in rows.items()
+        if row["base"] > NOTABLE * norm and not OFF <= row["along"] / row["base"] ** 2 <= 1 / OFF
+    ]
+    largest = sorted((name for name in rows if rows[name]["apart"] > 0), key=lambda name: -rows[name]["apart"])
+    return {
+        "deviation": apart / norm if norm else (0.0 if apart == 0 else math.inf),
+        "kept": math.fsum(row["along"] for row in rows.values()) / norm**2 if norm else None,
+        "worst": [
+            {
+                "name": name,
+                "deviation": _ratio(rows[name]["apart"], rows[name]["base"]),
+                "share": _ratio(rows[name]["base"], norm),
+            }
+            for name in largest[:LISTED]
+        ],
+        "missing": [name for name in base if name not in arm],
+        "extra": [name for name in arm if name not in base],
+        "lost": lost,
+        "astray": astray,
+        "finite": is_finite(arm),
+    }
+
+
+def is_finite(gradient: Gradient) -> bool:
+    """Whether it holds numbers only."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in gradient.values())
+
+
+def _row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
+    """Norms of one tensor in both and of what lies between, and the product of both."""
+    left, right = (None if tensor is None else tensor.detach().to(torch.float64) for tensor in (base, arm))
+    norms = [0.0 if side is None else float(side.norm()) for side in (left, right)]
+    if left is None or right is None or left.shape != right.shape:
+        return {"base": norms[0], "arm": norms[1], "apart": math.hypot(*norms), "along": 0.0}
+    return {
+        "base": norms[0],
+        "arm": norms[1],
+        "apart": float((right - left).norm()),
+        "along": float((left * right).sum()),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,198 @@
+"""Whose line is it? From a point deep inside torch or Lightning back to the line of the user's that led there."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+Owner = Literal["user", "torch", "lightning", "fastloop", "library", "package", "generated"]
+
+_OURS = str(Path(__file__).resolve().parents[2])
+_RECIPES = ("_shipped/recipes/", "_shipped\\recipes\\")
+_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_TORCH = {"torch", "torchgen", "functorch", "triton"}
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+_TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
+"""The hunters themselves, who sit between the user's line and what it called."""
+_ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
+"""Where Lightning begins: what called these is the user's script as a whole, and not the line to blame."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What of the framework's made it happen."""
+
+    kind: str
+    """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback."""
+    name: str | None = None
+    """Of the metric; or of the callback, with how often its user wants it: ``ModelCheckpoint(every_n_train_steps=50)``.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where something was called."""
+
+    where: str
+    """``train.py:42``, relative to the working directory, or to the folder a package lies in."""
+    users: bool
+    """A line of the user's own; else the innermost of Lightning's, of a package's or of fastloop's."""
+    text: str = ""
+    """What stands there: the very expression from Python 3.11 on, else the line."""
+    inside: str | None = None
+    """The line of the package that the user's line called, where it is one that did it."""
+    through: tuple[str, ...] = ()
+    """Functions of torch's between that line and the event, outermost first."""
+    cause: Cause | None = None
+    of_optimizer: bool = False
+    """torch.optim did it, not the user."""
+    of_loading: bool = False
+    """A data loader of this process was at work."""
+
+
+def find_site(start: FrameType | None) -> Site:
+    """The place to blame for what happens in the frame `start`, by walking outwards; holds no frame afterwards."""
+    frame, between, cause, optimizer = start, list[str](), None, False
+    places: dict[Owner, FrameType] = {}
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        owner = _find_owner(frame.f_code.co_filename, module)
+        if owner == "user":
+            places["user"] = frame
+        if owner == "user" or _is_entry(owner, module, function) or (owner == "fastloop" and not places):
+            places.setdefault(owner, frame)
+            break
+        if owner == "torch" and not places:
+            between.append(function)
+            optimizer = optimizer or module.startswith("torch.optim")
+        cause = cause or _cause(owner, module, function, frame)
+        if owner in ("lightning", "package"):
+            places.setdefault(owner, frame)
+        frame = frame.f_back
+    order: tuple[Owner, ...] = ("user", "lightning", "package", "fastloop")
+    place = next((places[owner] for owner in order if owner in places), start)
+    package = places.get("package")
+    return Site(
+        where=_where(place),
+        users="user" in places,
+        text=_text(place),
+        cause=cause,
+        through=tuple(reversed(between)),
+        inside=_where(package) if package is not None and package is not place else None,
+        of_optimizer=optimizer,
+        of_loading=_loading(start),
+    )
+
+
+def _is_entry(owner: Owner, module: str, function: str) -> bool:
+    return owner == "lightning" and function in _ENTRIES and module.rpartition(".")[2] in ("trainer", "call")
+
+
+def _loading(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(("torch.utils.data.", "torchdata.")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _find_owner(filename: str, module: str) -> Owner:
+    top = module.partition(".")[0]
+    if any(part in filename for part in _RECIPES):
+        return "user"
+    if module in _TRANSPARENT:
+        return "library"
+    if top == "fastloop" or filename.startswith(_OURS):
+        return "fastloop"
+    if top in _TORCH:
+        return "torch"
+    if top in _LIGHTNING:
+        return "lightning"
+    if re.search(r"[\\/](site|dist)-packages[\\/]", filename):
+        return "package"
+    if filename.startswith("<") and not filename.startswith("<ipython") and module != "__main__":
+        return "generated"
+    return "library" if filename.startswith(_LIBRARY) else "user"
+
+
+def _where(frame: FrameType | None) -> str:
+    if frame is None:
+        return "unknown"
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=4096)
+def _short(filename: str) -> str:
+    """A path short enough for a table, without the folders of this machine."""
+    inside = re.split(r"[\\/](?:site|dist)-packages[\\/]|[\\/]_shipped[\\/]", filename)
+    if len(inside) > 1:
+        return inside[-1].replace("\\", "/")
+    try:
+        return Path(filename).relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        path = Path(filename)
+        return path.name if filename.startswith("<") else f"{path.parent.name}/{path.name}".lstrip("/")
+
+
+def _text(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if sys.version_info >= (3, 11):
+        positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        start_line, end_line, start, end = positions
+        if start_line == end_line == frame.f_lineno and start is not None and end is not None:
+            # Columns count bytes of UTF-8.
+            return line.encode()[start:end].decode(errors="replace")
+    return line.strip()
+
+
+def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause | None:
+    """Lightning's and torch's own reasons, as far as a frame and its local variables tell."""
+    if owner == "torch":
+        return Cause(kind="scaler") if module == "torch.amp.grad_scaler" else None
+    if owner != "lightning":
+        return None
+    metric = frame.f_locals.get("result_metric") if function == "metrics" else frame.f_locals.get("self")
+    meta = getattr(metric, "meta", None)
+    if function == "metrics" and meta is not None:
+        return Cause(kind="prog_bar", name=meta.name)
+    if function in ("update", "compute") and meta is not None and module.endswith(".result"):
+        return Cause(kind="sync_dist", name=meta.name)
+    if function == "log_metrics" and module.endswith(".logger_connector"):
+        return Cause(kind="logger")
+    if function in ("__to_tensor", "_LightningModule__to_tensor"):
+        return Cause(kind="number", name=frame.f_locals.get("name"))
+    if "sigterm" in function:
+        return Cause(kind="sigterm")
+    if "detect_nan" in function or "finite" in function:
+        return Cause(kind="checks")
+    if ".callbacks.progress" in module:
+        return Cause(kind="prog_bar")
+    if ".callbacks." in module:
+        return Cause(kind="callback", name=None if metric is None else _as_configured(metric))
+    return None
+
+
+def _as_configured(callback: Any) -> str:
+    """A callback as its user wrote it, as far as that says how often it comes."""
+    every = ((name, getattr(callback, f"_{name}", None)) for name in ("every_n_train_steps", "every_n_epochs"))
+    given = ", ".join(f"{name}={number}" for name, number in every if isinstance(number, int) and number > 0)
+    return type(callback).__name__ + (f"({given})" if given else "")
+
+
+def find_logged_name(frame: FrameType | None, tensor: Any) -> str | None:
+    """Under which name Lightning is about to log this tensor."""
+    while frame is not None:
+        if frame.f_code.co_name == "log_metrics" and isinstance(metrics := frame.f_locals.get("metrics"), dict):
+            return next((str(name) for name, value in metrics.items() if value is tensor), None)
+        frame = frame.f_back
+    return None

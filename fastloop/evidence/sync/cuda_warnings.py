@@ -1,0 +1,117 @@
+"""The lines of a live CUDA process that make the host wait, by CUDA's own sync debug mode: no times, hardly a cost."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fastloop.evidence.sync import table
+from fastloop.evidence.sync.call_site import find_site
+from fastloop.evidence.sync.table import Tally
+
+_WARNING = "called a synchronizing CUDA operation"
+_PROTOTYPE = "Synchronization debug mode is a prototype"
+
+
+class SyncWarnings:
+    """Calls `heard` with the frame of every synchronisation that CUDA's debug mode warns of, inside ``with``.
+
+    All other warnings go where they went before, from whichever thread. What threads of Python's other than the one
+    that entered do is dropped: it does not hold up the step. (The autograd engine's threads are none of Python's.)
+    """
+
+    def __init__(self, heard: Callable[[FrameType], None]) -> None:
+        self._heard = heard
+        self._thread = 0
+        self._mode: int | None = None
+        self._shown: Callable[..., None] = warnings.showwarning
+        self._filter = ("always", re.compile(_WARNING), UserWarning, None, 0)
+
+    def __enter__(self) -> SyncWarnings:
+        self._thread = threading.get_ident()
+        self._shown, warnings.showwarning = warnings.showwarning, self._show
+        # Not by `filterwarnings`: it makes Python forget what it has shown already, and warn of that again.
+        _filters().insert(0, self._filter)
+        try:
+            self._mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("warn")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            torch.cuda.set_sync_debug_mode(self._mode)
+            self._mode = None
+        # Where somebody else has hooked in since, ours stays below theirs and hands everything on.
+        if warnings.showwarning == self._show:
+            warnings.showwarning = self._shown
+        with contextlib.suppress(ValueError):
+            _filters().remove(self._filter)
+
+    def _show(self, message: Any, *rest: Any, **named: Any) -> None:
+        text = str(message)
+        if self._mode is None or not text.startswith((_WARNING, _PROTOTYPE)):
+            self._shown(message, *rest, **named)
+            return
+        if text.startswith(_WARNING) and not self._elsewhere():
+            with contextlib.suppress(Exception):  # watching must never break the step
+                self._heard(sys._getframe(1))
+
+    def _elsewhere(self) -> bool:
+        here = threading.get_ident()
+        dummy = threading._DummyThread
+        return here != self._thread and any(
+            thread.ident == here and not isinstance(thread, dummy) for thread in threading.enumerate()
+        )
+
+
+def _filters() -> list[Any]:
+    return warnings.filters  # type: ignore[return-value]
+
+
+class SyncMarks:
+    """Finds the lines that synchronise, inside ``with``: for two or three warm-up steps of a user's own CUDA run.
+
+    It changes nothing that torch.compile guards on. Without CUDA it does nothing, and `why` says so. What it cannot
+    see: synchronisations written out (``torch.cuda.synchronize()``) and those of ``torch.distributed``, which the
+    debug mode does not cover (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html).
+    """
+
+    def __init__(self) -> None:
+        self.why: str | None = None if torch.cuda.is_available() else "no CUDA device: nothing is waited for"
+        self._tally = Tally()
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> SyncMarks:
+        if self.why is None:
+            try:
+                self._open.enter_context(SyncWarnings(self._note))
+            except Exception as error:
+                self.why = f"the sync debug mode is not to be had: {error}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def result(self, steps: int = 1, logs: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
+        """As ``Measurement.syncs`` holds them, without times.
+
+        Args:
+            steps: optimizer steps that were watched.
+            logs: lines that log by the name of the metric (`LogSites.sites`), where somebody noted them.
+        """
+        return self._tally.rows(steps, logs)
+
+    def _note(self, frame: FrameType) -> None:
+        found = find_site(frame)
+        self._tally.add(found, table.guess(found.text, found.through), None)

@@ -1,0 +1,315 @@
+"""Which calls make the host wait for the device, what to call them, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastloop.evidence.sync.call_site import Cause, Site
+
+_READ = "keep the detached tensor and bring many over at once, every 50 steps or at the end of the epoch"
+_DECIDE = "decide on the device (torch.where, a mask times the value), or look only every 50 steps"
+_SIZE = "keep sizes and positions as Python numbers from the start, or pick on the device with index_select or gather"
+_SHAPE = "keep the shape: torch.where(mask, x, 0), or multiply by the mask and divide by its sum"
+_MOVE = "make it on the device once and keep it (register_buffer), or copy from pinned memory with non_blocking=True"
+
+_READS = (".item()", ".tolist()", "float(tensor)", "int(tensor)", "complex(tensor)", ".cpu()", ".to('cpu')", ".numpy()")
+_TRUTHS = ("truth of a tensor", ".is_nonzero()", "torch.equal", "torch.allclose", "x in tensor")
+ADVICE: dict[str, str] = {
+    **dict.fromkeys((*_READS, "np.asarray(tensor)", "copy to the host"), _READ),
+    **dict.fromkeys(_TRUTHS, _DECIDE),
+    **dict.fromkeys(("a tensor as index or size", "index by a 0-d tensor", "a tensor as slice bound"), _SIZE),
+    **dict.fromkeys(("boolean mask", "masked_select", "nonzero", "torch.where(mask)"), _SHAPE),
+    "print of a tensor": "print every 50 steps, or keep the detached tensor and print it at the end of the epoch",
+    "a tensor in an f-string": "format every 50 steps, or keep the detached tensor until the end of the epoch",
+    "assignment by boolean mask": "torch.where(mask, new, old), or masked_fill where it is one value",
+    "unique": "find unique values on the host before the batch is copied, or count with scatter_add",
+    "bincount": "count with scatter_add into a tensor of known size",
+    "repeat_interleave": "pass output_size",
+    "one_hot": "pass num_classes",
+    "torch.tensor of tensors": "torch.stack keeps them on the device",
+    "torch.tensor on the device": "make it with torch.full or torch.zeros on the device, or keep it as a buffer",
+    "copy to the device": _MOVE,
+    "linalg with an error check": "the _ex variant (inv_ex, cholesky_ex, solve_ex) does not wait to check for errors",
+    "synchronize()": "take it out of the step; time with CUDA events that are read later",
+    "barrier()": "take it out of the step: ranks meet in the gradient exchange anyway",
+    "self.log(prog_bar=True)": "leave prog_bar out: the logger still gets the value, every log_every_n_steps",
+    "self.log to a logger": "log on_epoch only, or raise log_every_n_steps",
+    "self.log(sync_dist=True)": "on_step=False, on_epoch=True reduces once an epoch; or drop sync_dist in training",
+    "self.log of a number": "log a tensor that is on the device already, or a number through self.logger.log_metrics",
+    "progress bar": "Trainer(enable_progress_bar=False), or a higher refresh rate",
+    "SIGTERM check of Lightning": "nothing in your code: Lightning asks all ranks for a SIGTERM after every batch",
+    "loss scaler": "bf16-mixed needs no loss scaler",
+    "check for NaN": "detect_anomaly=False outside of debugging",
+    "callback of Lightning's": "let it come less often: every_n_train_steps, every_n_epochs, or its own interval",
+}
+OTHER_ADVICE = "move it out of the step, or do it every 50 steps"
+
+_CALLS: dict[str, str] = {
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "cpu": ".cpu()",
+    "__array__": "np.asarray(tensor)",
+    "__bool__": "truth of a tensor",
+    "__int__": "int(tensor)",
+    "__float__": "float(tensor)",
+    "__complex__": "complex(tensor)",
+    "__index__": "a tensor as index or size",
+    "__contains__": "x in tensor",
+    "is_nonzero": ".is_nonzero()",
+    "equal": "torch.equal",
+    "allclose": "torch.allclose",
+    "__repr__": "print of a tensor",
+    "__format__": "a tensor in an f-string",
+    "nonzero": "nonzero",
+    "argwhere": "nonzero",
+    "masked_select": "masked_select",
+    "unique": "unique",
+    "unique_consecutive": "unique",
+    "bincount": "bincount",
+    **dict.fromkeys(
+        ("inverse", "cholesky", "linalg_inv", "linalg_solve", "linalg_cholesky", "linalg_eigh"),
+        "linalg with an error check",
+    ),
+}
+_TEXTS = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        *((rf"\b{name}\(", what) for name, what in _CALLS.items() if not name.startswith("__")),
+        (r"\bfloat\(", "float(tensor)"),
+        (r"\bint\(", "int(tensor)"),
+        (r"\bprint\(|\brepr\(", "print of a tensor"),
+        (r"\brepeat_interleave\(", "repeat_interleave"),
+        (r"\bone_hot\(", "one_hot"),
+        (r"\.to\(['\"]cpu", ".to('cpu')"),
+        (r"\btorch\.(as_)?tensor\(", "torch.tensor on the device"),
+        (r"\.(to|cuda)\(", "copy to the device"),
+        (r"\bwhere\([^,]*\)", "torch.where(mask)"),
+        (r"\bbackward\(|\bgrad\(", "in the backward"),
+        (r"\]\s*=[^=]", "assignment by boolean mask"),
+        (r"^\s*(if|while|assert|not)\b|[<>]=?|==|!=", "truth of a tensor"),
+        (r"\[", "boolean mask"),
+    )
+)
+_LOG_CAUSES = {
+    "prog_bar": "self.log(prog_bar=True)",
+    "logger": "self.log to a logger",
+    "sync_dist": "self.log(sync_dist=True)",
+    "number": "self.log of a number",
+    "sigterm": "SIGTERM check of Lightning",
+    "scaler": "loss scaler",
+    "checks": "check for NaN",
+    "callback": "callback of Lightning's",
+}
+
+
+def name_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
+    """What a torch function that has just run did to the host; None where it did not have to wait.
+
+    On the CPU nothing ever waits: what would on a GPU is named there.
+    """
+    name = getattr(function, "__name__", "")
+    test = _TESTS.get(name)
+    what = test(args, kwargs, out, on_cuda) if test is not None else _CALLS.get(name)
+    if what is None or not on_cuda or what.startswith("copy to") or name in ("to", "tensor", "as_tensor"):
+        return what
+    values = (value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,)))
+    return what if any(isinstance(value, torch.Tensor) and value.is_cuda for value in values) else None
+
+
+def is_known(name: str) -> bool:
+    """Whether a function of this name can be one that waits."""
+    return name in _CALLS or name in _TESTS
+
+
+def guess(text: str, through: tuple[str, ...]) -> str:
+    """What it was, from what stands in the line and from torch's functions below it, where nothing else is known."""
+    for function in through:
+        if function in _CALLS:
+            return _CALLS[function]
+    return next((what for pattern, what in _TEXTS if pattern.search(text)), "a synchronisation")
+
+
+def name_cause(kind: str, name: str | None) -> str:
+    """What to call a synchronisation of the framework's own; see `callsite.Cause`."""
+    if kind == "prog_bar" and name is None:
+        return "progress bar"
+    return _LOG_CAUSES[kind]
+
+
+def _is_mask(index: Any) -> bool:
+    if isinstance(index, torch.Tensor):
+        return index.dtype in (torch.bool, torch.uint8)
+    return isinstance(index, list) and bool(index) and isinstance(index[0], bool)
+
+
+def _get(args: tuple[Any, ...], *_: Any) -> str | None:
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    for part in parts:
+        if _is_mask(part):
+            return "boolean mask"
+        if isinstance(part, torch.Tensor) and part.dim() == 0 and not part.is_floating_point():
+            return "index by a 0-d tensor"
+        if isinstance(part, slice) and any(isinstance(end, torch.Tensor) for end in (part.start, part.stop, part.step)):
+            return "a tensor as slice bound"
+    return None
+
+
+def _set(args: tuple[Any, ...], *_: Any) -> str | None:
+    what = _get(args)
+    if what != "boolean mask":
+        return what
+    # A Python number is filled in by the mask; see canDispatchToMaskedFill in torch's TensorAdvancedIndexingUtils.h
+    return "assignment by boolean mask" if isinstance(args[2], torch.Tensor) else None
+
+
+def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
+    if kwargs.get("non_blocking"):
+        return None
+    if on_cuda:
+        # Of `a.copy_(b)` the source is b; of all others it is the tensor they are called on.
+        source = next((value for value in reversed(args[:2]) if isinstance(value, torch.Tensor)), None)
+        if source is None or not isinstance(out, torch.Tensor) or source.is_cuda == out.is_cuda:
+            return None
+        return ".to('cpu')" if source.is_cuda else "copy to the device"
+    # `x.to(self.device)` is no copy on a GPU, and a torch.device is mostly that.
+    targets = [value for value in (*args[1:], kwargs.get("device")) if isinstance(value, str)]
+    return ".to('cpu')" if any(target.startswith("cpu") for target in targets) else None
+
+
+def _to(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
+    return _moved(args[:1] if on_cuda else args, kwargs, out, on_cuda)
+
+
+def _made(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
+    data = args[0] if args else kwargs.get("data")
+    if isinstance(data, (list, tuple)) and data and isinstance(data[0], torch.Tensor):
+        return "torch.tensor of tensors" if data[0].is_cuda or not on_cuda else None
+    if isinstance(data, torch.Tensor):
+        return None
+    if on_cuda:
+        return "torch.tensor on the device" if out.is_cuda else None
+    return "torch.tensor on the device" if isinstance(kwargs.get("device"), torch.device) else None
+
+
+def _mask_only(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
+    return "torch.where(mask)" if len(args) + len(kwargs) == 1 else None
+
+
+def _repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
+    by = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+    return "repeat_interleave" if isinstance(by, torch.Tensor) and kwargs.get("output_size") is None else None
+
+
+def _one_hot(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
+    return "one_hot" if kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1 else None
+
+
+_TESTS: dict[str, Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool], str | None]] = {
+    "__getitem__": _get,
+    "__setitem__": _set,
+    "to": _to,
+    "cuda": _to,
+    "type": _to,
+    "copy_": _moved,
+    "tensor": _made,
+    "as_tensor": _made,
+    "where": _mask_only,
+    "repeat_interleave": _repeated,
+    "one_hot": _one_hot,
+}
+
+
+# Adds up synchronisations per line and lays them out as ``Measurement.syncs`` holds them.
+
+MOST_KINDS = 3
+"""Kinds named for one line."""
+
+
+@dataclass
+class _Line:
+    kinds: dict[str, float] = field(default_factory=dict)
+    """Calls by kind."""
+    seconds: float | None = None
+    advice: tuple[float, str] = (-1.0, OTHER_ADVICE)
+    """Of the kind that costs most."""
+
+
+class Tally:
+    """Synchronisations by place and kind. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Site, str, str | None], tuple[int, float | None]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, site: Site, what: str, seconds: float | None, name: str | None = None) -> None:
+        """One synchronisation; `seconds` the host was blocked, where that is known; `name` of the logged metric."""
+        with self._lock:
+            count, total = self._seen.get((site, what, name), (0, None))
+            if seconds is not None:
+                total = (total or 0.0) + seconds
+            self._seen[site, what, name] = (count + 1, total)
+
+    def rows(self, steps: int, logs: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
+        """Dearest first, one row per line; what Lightning does for a ``self.log`` counts for the line that calls it.
+
+        Args:
+            steps: optimizer steps that were watched.
+            logs: lines that log, by the name of the metric.
+        """
+        lines: dict[str, _Line] = {}
+        for (site, what, name), (count, seconds) in self._seen.items():
+            where, label, advice = _blamed(site, what, name, logs or {})
+            line = lines.setdefault(where, _Line())
+            line.kinds[label] = line.kinds.get(label, 0) + count
+            if seconds is not None:
+                line.seconds = (line.seconds or 0.0) + seconds
+            line.advice = max(
+                line.advice, (seconds if seconds is not None else count / 1e9, advice), key=lambda entry: entry[0]
+            )
+        made = [_row(where, line, max(1, steps)) for where, line in lines.items()]
+        return tuple(sorted(made, key=lambda row: (-(row["ms_per_step"] or 0.0), -row["per_step"], row["where"])))
+
+
+def _row(where: str, line: _Line, steps: int) -> dict[str, Any]:
+    kinds = sorted(line.kinds, key=lambda kind: -line.kinds[kind])
+    return {
+        "where": where,
+        "what": ", ".join(kinds[:MOST_KINDS]),
+        "per_step": sum(line.kinds.values()) / steps,
+        "ms_per_step": None if line.seconds is None else 1e3 * line.seconds / steps,
+        "instead": line.advice[1],
+    }
+
+
+def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
+    """Line, label and advice of one kind of synchronisation."""
+    where, label = site.where, what
+    if site.cause is not None:
+        what = label = name_cause(site.cause.kind, name or site.cause.name)
+        logged_at = _logging(site.cause, name, logs)
+        if logged_at is not None and not site.users:
+            where = logged_at
+        elif site.cause.kind == "callback" and site.cause.name and not site.users:
+            where = site.cause.name  # a line of Lightning's own tells its user nothing
+        elif (name or site.cause.name) and not site.users:
+            label = f"{what} of {name or site.cause.name}"
+    elif site.inside is not None:
+        label = f"{what} in {site.inside}"
+    return where, label, ADVICE.get(what, OTHER_ADVICE)
+
+
+def _logging(cause: Cause, name: str | None, logs: Mapping[str, str]) -> str | None:
+    """The line that logs this metric. Lightning appends `_step`, `_epoch` and the loader's number to names."""
+    full = name or cause.name or ""
+    plain = full.partition("/dataloader_idx_")[0]
+    return next(
+        (logs[key] for key in (full, plain, plain.removesuffix("_step"), plain.removesuffix("_epoch")) if key in logs),
+        None,
+    )

@@ -1,0 +1,1 @@
+"""A few traced steps: recording them, and an account of their kernels and their idle time."""

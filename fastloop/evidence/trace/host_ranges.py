@@ -1,0 +1,34 @@
+"""Nested stretches of the host's time, operators or ranges: what each spent itself, without those inside it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastloop.evidence.trace.chrome import Host
+
+
+def own_time(nested: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
+    """Name, begin and end of every stretch in which one was the innermost of its thread."""
+    threads = defaultdict[Any, list[Host]](list)
+    for row in nested:
+        threads[row.thread].append(row)
+    for rows in threads.values():
+        yield from _innermost(sorted(rows, key=lambda row: (row.begin, -row.end)))
+
+
+def _innermost(rows: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
+    stack, at = list[Host](), float("-inf")
+    for row in [*rows, None]:
+        begin = row.begin if row else float("inf")
+        while stack and stack[-1].end <= begin:
+            done = stack.pop()
+            if at < done.end:
+                yield done.name, at, done.end
+                at = done.end
+        if row:
+            if stack and at < begin:
+                yield stack[-1].name, at, begin
+            at = max(at, begin)
+            stack.append(row)

@@ -1,0 +1,254 @@
+"""What the device did in the traced steps, and what the host did while the device had nothing to do.
+
+The window runs from the device's first step boundary to its last. The device reaches a mark of the host's when it has
+done the work the host called for before it, so a boundary lies at ``max(host, end of that work)``: what a CUDA event
+recorded there would read. Work of the steps before that is still running then is not counted, and what the host did
+ahead of the device costs nothing.
+
+A gap belongs to what the host was doing, up to the moment it called for the work that ended the gap, and from then on
+to what it was doing at that moment. Where that work had been called for long before the gap began, nobody on the host
+is to blame: that is the device between two kernels of its queue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastloop.errors import FastLoopError
+from fastloop.evidence.trace import families
+from fastloop.evidence.trace.chrome import Source, Trace, Work, load
+from fastloop.evidence.trace.host_ranges import own_time
+from fastloop.evidence.trace.intervals import Cover, Span, intersect, subtract, total, union
+from fastloop.evidence.trace.phases import Phases, Reached, phases_of
+from fastloop.records.measurement import FAMILIES
+
+IDLE = ("data", "launch", "sync", "other")
+LAUNCHING = ("forward", "backward", "optimizer")
+RESTART_US = 200.0
+"""After a wait for the device the host needs a moment to call for work again: up to this long is the wait's doing."""
+LATENCY_US = 20.0
+"""A call reaches an idle device within this time; work called for earlier was queued."""
+TOP = 10
+_LONGEST_NAME = 160
+
+
+def read(source: Source, steps: int | None = None) -> dict[str, Any]:
+    """The account of a trace, for ``Measurement.kernels``.
+
+    Args:
+        source: a Chrome trace of torch.profiler's, parsed or as a path; steps marked by ``ProfilerStep#<n>``, phases by
+            ``fastloop/<phase>``.
+        steps: use that many steps, from the first one on; all where None.
+
+    Returns:
+        Per step, in milliseconds: ``step_ms``, ``busy_ms`` (any work on the device), ``families_ms`` (unions over the
+        streams), ``idle_ms`` {data, launch, sync, other} (adds up with ``busy_ms`` to ``step_ms``),
+        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``launches`` calls for work, ``top`` the ten
+        names with most time [{name, ms, count}]; and ``steps``. Without device work the families are the operators'
+        own time on the CPU, ``busy_ms`` their union, and the rest is None.
+
+    Raises:
+        FastLoopError: the trace cannot be read or marks no steps.
+    """
+    trace = load(source)
+    marks = _marks(trace, steps)
+    phases = phases_of(trace, trace.steps[0].thread)
+    if not trace.work:
+        return _on_cpu(trace, phases, marks)
+    return _on_device(trace, phases, marks)
+
+
+def parts(source: Source, steps: int | None = None) -> dict[str, Any]:
+    """Time per phase on the device's time line, as a chain of events recorded at the phases' ends would read it.
+
+    Returns:
+        ``parts_ms`` {phase: ms per step}, ``between_ms`` (outside all phases), ``step_ms`` (their sum) and ``steps``.
+
+    Raises:
+        FastLoopError: the trace cannot be read or marks no steps.
+    """
+    trace = load(source)
+    marks = _marks(trace, steps)
+    phases, reached = phases_of(trace, trace.steps[0].thread), Reached(trace)
+    spent, per_step = defaultdict[str, float](float), 1e3 * (len(marks) - 1)
+    for begin, end, name in phases.between(marks[0], marks[-1]):
+        spent[name] += reached(end) - reached(begin)
+    whole = reached(marks[-1]) - reached(marks[0])
+    return {
+        "steps": len(marks) - 1,
+        "step_ms": whole / per_step,
+        "parts_ms": {name: us / per_step for name, us in spent.items()},
+        "between_ms": (whole - sum(spent.values())) / per_step,
+    }
+
+
+def _marks(trace: Trace, steps: int | None) -> list[float]:
+    """The host's step boundaries: the begin of every step and the end of the last one."""
+    found = trace.steps[:steps]
+    if not found:
+        raise FastLoopError(
+            got="a trace without a whole step",
+            why="its steps are not marked, or the training ended too early",
+            do="record it with fastloop diagnose CONF --trace 5, or mark the steps by step() of torch.profiler",
+        )
+    return [*(step.begin for step in found), found[-1].end]
+
+
+def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
+    reached, steps = Reached(trace), len(marks) - 1
+    window = [(reached(marks[0]), reached(marks[-1]))]
+    kinds = [_family(work, phases) for work in trace.work]
+    spans = _by_family(trace.work, kinds)
+    busy = intersect(union((work.begin, work.end) for work in trace.work), window)
+    nccl = intersect(spans.get("nccl", []), window)
+    compute = union(
+        (work.begin, work.end) for work, kind in zip(trace.work, kinds, strict=True) if kind != "nccl" and not work.copy
+    )
+    overlapped, per_step = total(intersect(nccl, compute)), 1e3 * steps
+    # Families are those of the work that these steps called for: copies on a side stream run a lead ahead of them.
+    inside = [work for work in trace.work if _is_inside(work, marks, window[0])]
+    spans = _by_family(inside, [_family(work, phases) for work in inside])
+    spent = [(work.name, work.end - work.begin) for work in inside]
+    return {
+        "steps": steps,
+        "step_ms": total(window) / per_step,
+        "busy_ms": total(busy) / per_step,
+        "families_ms": {name: total(spans.get(name, [])) / per_step for name in FAMILIES},
+        "idle_ms": {name: us / per_step for name, us in _idle(trace, phases, subtract(window, busy)).items()},
+        "nccl_overlapped_ms": overlapped / per_step,
+        "comm_exposed_ms": (total(nccl) - overlapped) / per_step,
+        "comm_tail_ms": _tail_ms(trace.work, kinds, phases, marks),
+        "launches": _launches(trace, marks) / steps,
+        "top": _top(spent, Counter(work.name for work in inside), steps),
+    }
+
+
+def _is_inside(work: Work, marks: Sequence[float], window: Span) -> bool:
+    if work.launched is None:
+        return window[0] <= work.begin < window[1]
+    return marks[0] <= work.launched < marks[-1]
+
+
+def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
+    """Operators' own time; those that made the data are the loader's business."""
+    steps, window = len(marks) - 1, [(marks[0], marks[-1])]
+    window = subtract(window, union(phases.spans("data_wait")))
+    spans, names = defaultdict[str, list[Span]](list), list[tuple[str, float]]()
+    for name, begin, end in own_time(trace.operators):
+        if cut := intersect([(begin, end)], window):
+            family = families.of_operator(name)
+            in_optimizer = family in ("elementwise", "other") and phases.at(begin) == "optimizer"
+            spans["optimizer" if in_optimizer else family] += cut
+            names.append((name, total(cut)))
+    if not names:
+        raise FastLoopError(
+            got="traced steps without any work",
+            why="neither device nor CPU ran an operator there",
+            do="trace a training that runs operators",
+        )
+    counts = Counter(row.name for row in trace.operators if marks[0] <= row.begin < marks[-1])
+    per_step, unknown = 1e3 * steps, dict.fromkeys(("nccl_overlapped_ms", "comm_exposed_ms", "comm_tail_ms"))
+    return {
+        "steps": steps,
+        "step_ms": (marks[-1] - marks[0]) / per_step,
+        "busy_ms": total(union(span for found in spans.values() for span in found)) / per_step,
+        "families_ms": {name: total(union(spans.get(name, []))) / per_step for name in FAMILIES},
+        "idle_ms": dict.fromkeys(IDLE),
+        **unknown,
+        "launches": None,
+        "top": _top(names, counts, steps),
+    }
+
+
+def _family(work: Work, phases: Phases) -> str:
+    family = families.of_kernel(work.name)
+    if family in ("elementwise", "other") and work.launched is not None and phases.at(work.launched) == "optimizer":
+        return "optimizer"
+    return family
+
+
+def _by_family(rows: Sequence[Work], kinds: Sequence[str]) -> dict[str, list[Span]]:
+    spans = defaultdict[str, list[Span]](list)
+    for work, kind in zip(rows, kinds, strict=True):
+        spans[kind].append((work.begin, work.end))
+    return {kind: union(found) for kind, found in spans.items()}
+
+
+def _idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float]:
+    """Microseconds of the gaps by what the host was doing."""
+    causes = _causes(trace, phases)
+    begins = [work.begin for work in trace.work]
+    found = dict.fromkeys(IDLE, 0.0)
+    for begin, end in gaps:
+        place = bisect_left(begins, end)
+        launched = trace.work[place].launched if place < len(begins) and begins[place] == end else None
+        if launched is not None and launched <= begin - LATENCY_US:
+            found["other"] += end - begin
+            continue
+        called = end if launched is None else min(max(launched, begin), end)
+        split = {name: cover.within(begin, called) for name, cover in causes.items()}
+        for name, us in split.items():
+            found[name] += us
+        found["other"] += max(0.0, called - begin - sum(split.values()))
+        if launched is not None:
+            found[next((name for name, cover in causes.items() if cover.holds(launched)), "other")] += end - called
+    return found
+
+
+def _causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
+    """When the host waited for data, waited for the device, or was launching: disjoint."""
+    data = union(phases.spans("data_wait"))
+    sync = subtract(_waits(trace, phases), data)
+    launch = subtract(union(span for name in LAUNCHING for span in phases.spans(name)), union([*data, *sync]))
+    return {"data": Cover(data), "sync": Cover(sync), "launch": Cover(launch)}
+
+
+def _waits(trace: Trace, phases: Phases) -> list[Span]:
+    """The host's waits for the device, each with the restart behind it."""
+    found = []
+    for call in trace.syncs:
+        if call.thread != phases.thread and phases.at(call.begin) != "backward":
+            continue  # a loader's or a watchdog's thread, on which no step waits
+        place = bisect_right(trace.launches, call.end)
+        again = trace.launches[place] if place < len(trace.launches) else call.end
+        found.append((call.begin, max(call.end, min(again, call.end + RESTART_US, phases.end_at(call.end)))))
+    return union(found)
+
+
+def _launches(trace: Trace, marks: Sequence[float]) -> int:
+    known = bisect_left(trace.launches, marks[-1]) - bisect_left(trace.launches, marks[0])
+    return known or sum(marks[0] <= work.begin < marks[-1] for work in trace.work)
+
+
+def _tail_ms(rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: Sequence[float]) -> float | None:
+    """From the end of the last backward kernel to the end of the last exchange the backward called for."""
+    ends = defaultdict[tuple[int, bool], float](float)
+    for work, kind in zip(rows, kinds, strict=True):
+        if work.launched is None or work.copy or phases.at(work.launched) != "backward":
+            continue
+        key = (bisect_right(marks, work.launched), kind == "nccl")
+        ends[key] = max(ends[key], work.end)
+    tails = [
+        max(0.0, ends[step, True] - ends[step, False])
+        for step in range(1, len(marks))
+        if (step, True) in ends and (step, False) in ends
+    ]
+    return sum(tails) / len(tails) / 1e3 if tails else None
+
+
+def _top(rows: Sequence[tuple[str, float]], counts: Mapping[str, int], steps: int) -> list[dict[str, Any]]:
+    spent = defaultdict[str, float](float)
+    for name, us in rows:
+        spent[name] += us
+    first = sorted(spent, key=lambda name: (-spent[name], name))[:TOP]
+    return [
+        {
+            "name": name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "...",
+            "ms": spent[name] / 1e3 / steps,
+            "count": counts[name] / steps,
+        }
+        for name in first
+    ]

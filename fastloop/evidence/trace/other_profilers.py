@@ -1,0 +1,65 @@
+"""Whether somebody else profiles this process: two users of torch.profiler or of CUPTI get in each other's way."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+
+_ENVIRONMENT = (
+    ("NSYS_PROFILING_SESSION_ID", "Nsight Systems"),
+    ("NV_COMPUTE_PROFILER_", "Nsight Compute"),
+    ("NV_SANITIZER_", "Compute Sanitizer"),
+    ("NVPROF_ID", "nvprof"),
+    ("NV_NSIGHT_", "an Nsight tool"),
+    ("NV_TPS_", "an Nsight tool"),
+    ("NVTX_INJECTION64_PATH", "a tool that takes NVTX ranges"),
+    ("CUDA_INJECTION64_PATH", "a tool injected into CUDA"),
+)
+"""Variables, or how they begin, that NVIDIA's tools set for what they launch. None of them is documented for this."""
+_LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInjection", "nsight")
+"""What those tools load into it."""
+
+
+def in_use(*, cuda: bool) -> str | None:
+    """Who else profiles this process, as a reason to leave it to them; None where nobody can be seen.
+
+    Args:
+        cuda: also look for tools that watch the GPU.
+    """
+    return _torch_profiler() or (_nvidia_tool() if cuda else None)
+
+
+def _torch_profiler() -> str | None:
+    running = getattr(torch.autograd, "_profiler_enabled", None)
+    if running is not None and running():
+        return "a torch profiler is already running"
+    # One that waits for its turn by a schedule is not enabled yet, and would fail when it finds ours.
+    if not _alive():
+        return None
+    gc.collect()  # it may be garbage
+    return "a torch.profiler.profile of yours is still there and may start again" if _alive() else None
+
+
+def _alive() -> bool:
+    """Whether there is a torch.profiler object. Types are compared, for asking an object its class may run its code."""
+    return any(issubclass(type(found), torch.profiler.profile) for found in gc.get_objects())
+
+
+def _nvidia_tool() -> str | None:
+    for name in sorted(os.environ):
+        for start, tool in _ENVIRONMENT:
+            if name.startswith(start):
+                return f"{tool} is attached ({name} is set)"
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    for library in _LIBRARIES:
+        if library.lower() in preloaded.lower():
+            return f"an Nsight tool is attached ({library} in LD_PRELOAD)"
+    try:
+        loaded = Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:
+        return None
+    found = next((library for library in _LIBRARIES[:-1] if library in loaded), None)
+    return f"an Nsight tool is attached ({found} is loaded)" if found else None

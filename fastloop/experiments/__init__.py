@@ -1,0 +1,1 @@
+"""Trainings in fresh, supervised processes: trials, A/Bs, climbs, tunings."""

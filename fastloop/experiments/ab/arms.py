@@ -1,0 +1,90 @@
+"""The arms of an experiment: what is trained again and again, told apart by a name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fastloop.config.loading import Config
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Job, run_trial
+from fastloop.records.trial import Trial, Variation
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is asked of one training of an arm."""
+
+    seed: int = 0
+    """Added to the arm's own ``run.seed``."""
+    steps: int | None = None
+    """Optimizer steps; None: as many as the arm has."""
+    warmup: int | None = None
+    """Of them, before the window; None: as the arm has it."""
+    variation: Variation = "as_it_is"
+    ledger: bool = False
+    """Write down which samples each optimizer step saw."""
+    reference: Path | None = None
+    """Of ``gradients``: the directory of the trial to compare with."""
+    counts: tuple[int, ...] = ()
+    """Of ``loader``: numbers of workers to measure one after the other."""
+    enough_ms: float | None = None
+    """Of ``loader``: with a number of workers that takes less for a step, it ends."""
+
+
+class Arm(Protocol):
+    """One side of an experiment."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def plans_alone(self) -> bool:
+        """Whether it can be planned without being trained."""
+
+    def config(self) -> Config:
+        """Its checked configuration; of a script, that of the callback that is put into it. Raises ConfigError."""
+
+    def run(
+        self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None, progress: Progress | None = None
+    ) -> Trial:
+        """Train in a fresh process, to its end or to a limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigArm:
+    """An arm that is a configuration: a recipe with patches."""
+
+    name: str
+    job: Job
+
+    @property
+    def plans_alone(self) -> bool:
+        return True
+
+    def config(self) -> Config:
+        return self.job.config()
+
+    def run(
+        self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None, progress: Progress | None = None
+    ) -> Trial:
+        """Train in a fresh process, to its end or to a limit."""
+        overrides = [f"run.seed={self.config().run.seed + ask.seed}"]
+        if ask.steps is not None:
+            overrides.append(f"run.max_steps={ask.steps}")
+        if ask.warmup is not None:
+            overrides.append(f"watch.warmup_steps={ask.warmup}")
+        job = dataclasses.replace(
+            self.job.override(*overrides),
+            variation=ask.variation,
+            ledger=ask.ledger,
+            counts=ask.counts,
+            enough_ms=ask.enough_ms,
+            reference=None if ask.reference is None else str(ask.reference),
+        )
+        return run_trial(label, job, folder, limits=limits, progress=progress)

@@ -1,0 +1,309 @@
+"""Arms that are trained in turns, and what comes of it: the running of an A/B.
+
+Everything that is decided follows from files of finished runs, so an experiment that was stopped goes on where it
+stood, and repeats nothing that finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastloop.experiments.ab import parity_gates
+from fastloop.experiments.ab.arms import Arm, Ask
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import finished
+from fastloop.judge import statistics
+from fastloop.judge.verdict import compare, final, nothing_took
+from fastloop.records import readings
+from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Parity
+from fastloop.records.trial import Trial
+
+Progress = Callable[[str], None]
+
+WINDOW_S, FEWEST_STEPS, PILOT_STEPS = 10.0, 50, 30
+"""What ``steps: auto`` asks of a window: seconds and optimizer steps; and the length of the run it asks that of."""
+PARITY = "parity"
+"""The folder of the base's gradient, below the experiment's."""
+QUEUES = 10
+"""Times that the queued batches must have passed, see `Measurement.window_too_short`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an experiment is done."""
+
+    runs: statistics.Runs = 5
+    """Runs of each arm; ``auto`` = as many as it takes, looked at 3, 5, 7 and 10 runs."""
+    steps: int | None = None
+    """Optimizer steps of each run; None: as many as the window needs."""
+    warmup: int = 20
+    band_pct: float = 3.0
+    """Differences within plus or minus this count as "no difference"."""
+    seed: int = 0
+    """Of the order."""
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One arm as far as it has come."""
+
+    arm: Arm
+    folder: Path
+    changed_rungs: tuple[str, ...] = ()
+    changed_keys: tuple[str, ...] = ()
+    """What differs from the base besides rungs."""
+    promise: Parity | None = None
+    """The class where not only the plan of its rungs decides it."""
+    steps: int = 0
+    runs: dict[int, Trial] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
+    failed: Trial | None = None
+    gradient: Gate | None = None
+
+    @property
+    def name(self) -> str:
+        return self.arm.name
+
+    @property
+    def out(self) -> bool:
+        return self.failed is not None
+
+    def trials(self) -> list[Trial]:
+        return [self.runs[index] for index in sorted(self.runs)]
+
+    def sample(self) -> Sample:
+        """The finished runs that have a rate."""
+        kept = [index for index in sorted(self.runs) if self.runs[index].samples_per_s is not None]
+        active, inactive = parity_gates.took([self.runs[index] for index in kept])
+        return Sample(
+            name=self.name,
+            samples_per_s=tuple(self.runs[index].samples_per_s or 0 for index in kept),
+            places=tuple(self.places[index] for index in kept),
+            active_rungs=active,
+            inactive_rungs=inactive,
+            changed_rungs=self.changed_rungs,
+            changes_more=bool(self.changed_keys),
+        )
+
+
+class Unplanned(Exception):
+    """An arm that cannot be planned; the trial that tried says why."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__(trial.cause)
+        self.trial = trial
+
+
+class Experiment:
+    """Trains the arms in turns until there is a verdict on each, or until nothing more can be had.
+
+    Args:
+        sides: the base first.
+        say: takes lines of progress.
+    """
+
+    def __init__(self, sides: Sequence[Side], place: Path, settings: Settings, say: Progress) -> None:
+        self.sides, self.place, self.settings, self.say = list(sides), place, settings, say
+        self.base = self.sides[0]
+        self.pilots: dict[str, Trial] = {}
+        self.order: list[tuple[str, int]] = []
+        """Arm and number of each run, in the order they were done."""
+        self.alpha = statistics.error_rate(settings.runs, len(sides) - 1)
+        self._spent: list[float] = []
+        self._first: Trial | None = None
+        """The first that says at which step it began."""
+        self._begun = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All of it. Raises what a signal raises, and Unplanned before anything is trained."""
+        self._plan()
+        self._prepare()
+        if self.base.out:
+            return
+        most = statistics.most_rounds(self.settings.runs)
+        rounds = statistics.order(len(self.sides), most, self.settings.seed)
+        for number, turn in enumerate(rounds):
+            for position, index in enumerate(turn):
+                side = self.sides[index]
+                if not side.out and not self._hopeless(side):
+                    self._one(side, number, number * len(turn) + position, most)
+                if self.base.out:
+                    return
+            for side in self.sides[1:]:
+                self._gradient(side)
+            if all(side.out or self._hopeless(side) for side in self.sides[1:]):
+                return
+            if statistics.due(number + 1, self.settings.runs) and number + 1 < most:
+                stuck = [side.name for side in self.sides[1:] if side.out or self._hopeless(side)]
+                if final(self.comparisons(), stuck):
+                    return
+
+    def _plan(self) -> None:
+        """Try out the plans: an arm that cannot be planned is the end before the first training."""
+        for side in self.sides[1:]:
+            if not side.changed_rungs or not side.arm.plans_alone:
+                continue
+            trial = self._trial(side, f"planning {side.name}", side.folder / "plan", Ask(variation="plan"))
+            if not trial.ok:
+                raise Unplanned(trial)
+
+    def _prepare(self) -> None:
+        """A run of the base that does not count: it fills the page cache, for all arms alike, and says how long a run
+        must be. Arms that change the batch say how many of their steps see as many samples."""
+        auto = self.settings.steps is None
+        pilot_steps = self.settings.warmup + PILOT_STEPS if auto else self.settings.steps
+        wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
+        for side in wanted:
+            trial = self._trial(
+                side,
+                f"{side.name}, warm-up",
+                side.folder / "warm-up",
+                Ask(steps=pilot_steps, warmup=self.settings.warmup),
+            )
+            self.pilots[side.name] = trial
+            if not trial.ok:
+                side.failed = trial
+                if side is self.base:
+                    return
+        steps = self.settings.steps
+        if steps is None:
+            steps = self.settings.warmup + max(enough_steps(trial) for trial in self.pilots.values() if trial.ok)
+        base_batch = _global_batch(self.pilots[self.base.name])
+        for side in self.sides:
+            own = _global_batch(self.pilots.get(side.name))
+            same = base_batch is None or own is None
+            side.steps = steps if same else max(1, round(steps * (base_batch or 1) / (own or 1)))
+            if side.changed_keys:
+                side.promise = promised(side.changed_keys, same_batch=same or own == base_batch)
+
+    def _one(self, side: Side, number: int, place: int, most: int) -> None:
+        label = f"{side.name}, run {number + 1} of {'up to ' if self.settings.runs == 'auto' else ''}{most}"
+        left = self._left(number, most)
+        trial = self._trial(
+            side,
+            f"{label}{left}",
+            side.folder / f"run-{number}",
+            Ask(seed=number, steps=side.steps, warmup=self.settings.warmup, ledger=True),
+        )
+        self._spent.append(trial.seconds)
+        self.order.append((side.name, number))
+        if trial.ok:
+            side.runs[number], side.places[number] = trial, place
+        else:
+            side.failed = trial
+            self.say(f"{side.name}: run {number + 1} failed: {trial.cause}")
+
+    def _left(self, number: int, most: int) -> str:
+        if not self._spent:
+            return ""
+        each = sum(self._spent) / len(self._spent)
+        runs = (most - number) * sum(not side.out for side in self.sides)
+        return (
+            f", about {math.ceil(each * runs / 60)} min left"
+            if each * runs > 90
+            else f", about {each * runs:.0f} s left"
+        )
+
+    def _trial(self, side: Side, label: str, folder: Path, ask: Ask) -> Trial:
+        """A run, or the one of an earlier day. One that did not begin where the others did is none to compare."""
+        trial = finished(folder, ask.variation)
+        if trial is None:
+            self.say(label)
+            trial = side.arm.run(
+                label.partition(", about")[0], folder, ask, limits=self.settings.limits, progress=self.say
+            )
+        if not trial.ok or trial.began is None:
+            return trial
+        self._first = self._first or trial
+        if trial.began == self._first.began:
+            return trial
+        why = (
+            f"it began at step {trial.began}, and {self._first.name} at step {self._first.began}: the script goes on"
+            " from a checkpoint that changes meanwhile; point it elsewhere with --args"
+        )
+        return dataclasses.replace(trial, ok=False, cause=why)
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def parity_class(self, side: Side) -> Parity:
+        """What the arm promises, and the base's own plan with it where the two differ in rungs."""
+        if side.promise is not None:
+            return side.promise
+        return parity_gates.class_of([*side.trials(), *self.base.trials()]) if side.changed_rungs else "exact"
+
+    def _gradient(self, side: Side) -> None:
+        """Once an arm has run, so that its plan is known; a training that claims no parity is not asked."""
+        if (
+            side.gradient is not None
+            or side.out
+            or not side.runs
+            or self.parity_class(side) == "changes-training"
+            or self.outcome(side).passed is False
+        ):
+            return
+        if finished(side.folder / "gradients") is None:
+            self.say(f"{side.name}: comparing gradients")
+        side.gradient = parity_gates.gradient(
+            self.base.arm,
+            side.arm,
+            self.place / PARITY,
+            side.folder / "gradients",
+            self.parity_class(side),
+            limits=self.settings.limits,
+            progress=self.say,
+        )
+
+    def outcome(self, side: Side) -> Outcome:
+        """Whether this arm is the same training as the base, from what there is."""
+        pairs = [
+            (self.base.runs[number], side.runs[number]) for number in sorted(side.runs) if number in self.base.runs
+        ]
+        return parity_gates.outcome(pairs, side.gradient, self.parity_class(side))
+
+    def _hopeless(self, side: Side) -> bool:
+        """Another training than the base's, or the same in all but name: no further run of it is worth its time."""
+        if side is self.base or not side.runs:
+            return False
+        return self.outcome(side).passed is False or bool(nothing_took(self.base.sample(), side.sample()))
+
+    def comparisons(self) -> list[Comparison]:
+        """Each arm against the base, from the runs there are."""
+        base = self.base.sample()
+        return [
+            compare(base, side.sample(), self.outcome(side), band_pct=self.settings.band_pct, alpha=self.alpha)
+            for side in self.sides[1:]
+        ]
+
+
+def enough_steps(trial: Trial) -> int:
+    """Optimizer steps that make a window: long enough in seconds, in steps and for the queues of this arm."""
+    seen = trial.measurement or Measurement()
+    step_ms = seen.step_ms.get("median") or 1e3 * WINDOW_S / FEWEST_STEPS
+    queued = readings.loader(seen).get("queued_batches") or 0
+    by_queue = math.ceil(QUEUES * queued / readings.micro_batches(seen)) + 1
+    return max(FEWEST_STEPS, math.ceil(1e3 * WINDOW_S / step_ms), by_queue)
+
+
+def _global_batch(trial: Trial | None) -> int | None:
+    return trial.measurement.global_batch if trial is not None and trial.ok and trial.measurement else None
+
+
+def promised(keys: Sequence[str], *, same_batch: bool) -> Parity:
+    """The class of an arm that changes more than rungs: other Trainer settings are held to be the same training as
+    long as the gates say so; another recipe, seed, or global batch is another training."""
+    same = same_batch and all(key.startswith("trainer.") for key in keys)
+    return "approximate" if same else "changes-training"

@@ -1,0 +1,132 @@
+"""The parity gates of an experiment, from the files of its runs and from trials of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastloop import ladder
+from fastloop.experiments.ab.arms import Arm, Ask, Progress
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import finished
+from fastloop.judge import parity
+from fastloop.records.experiment import Gate, Outcome
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import PARITY_ORDER, Parity
+from fastloop.records.run_files import load_parity_class, load_plan, load_verdicts
+from fastloop.records.store import decode, load
+from fastloop.records.trial import GradientAnswer, Ledger, Trial
+
+_LEDGER = re.compile(r"ledger(-\d+)?\.json")
+KEPT = "gradients.pt"
+"""What the base's gradient trial leaves for those of its arms, see `bridge/trials/gradient_probe.py`."""
+
+
+def class_of(trials: Sequence[Trial]) -> Parity:
+    """The weakest class that any plan of these trials promises."""
+    return max((load_parity_class(trial.run_dir) for trial in trials), key=PARITY_ORDER.index, default="exact")
+
+
+def took(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The enabled rungs that took in every run, and those that did not, with the reason."""
+    inactive: dict[str, str] = {}
+    verdicts = [verdict for trial in trials for verdict in load_verdicts(trial.run_dir)]
+    for verdict in verdicts:
+        if not verdict.took:
+            inactive.setdefault(verdict.rung, verdict.why)
+    return tuple(dict.fromkeys(each.rung for each in verdicts if each.rung not in inactive)), inactive
+
+
+def regroups(trial: Trial) -> bool:
+    """Whether its optimizer steps run in other micro-batches than the loader's."""
+    return ladder.regroups([step.rung for step in load_plan(trial.run_dir).planned])
+
+
+def augments_by(trial: Trial) -> str | None:
+    """The rung that decides where random augmentations are made, as far as that may change another's random numbers."""
+    loose = [step.rung for step in load_plan(trial.run_dir).planned if step.change.parity == "approximate"]
+    return next((rung for rung, card in ladder.cards().items() if card.loads_elsewhere and rung in loose), None)
+
+
+def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
+    """Whether two arms saw the same samples in the same steps, run by run and rank by rank."""
+    found = []
+    for base, arm in pairs:
+        names = {
+            path.name
+            for trial in (base, arm)
+            for path in trial.run_dir.glob("ledger*.json")
+            if _LEDGER.fullmatch(path.name)
+        }
+        for name in sorted(names):
+            left, right = load(base.run_dir / name, Ledger), load(arm.run_dir / name, Ledger)
+            if left is None or right is None:
+                return Gate(name="ledger", passed=None, why=f"a run left no {name}")
+            found.append((left, right))
+    if not found:
+        return Gate(name="ledger", passed=None, why="no run left a ledger")
+    return parity.ledger_gate(
+        found,
+        regrouped=any(regroups(base) != regroups(arm) for base, arm in pairs),
+        reshuffled=any(augments_by(base) != augments_by(arm) for base, arm in pairs),
+        parity_class=parity_class,
+    )
+
+
+def gradient(
+    base: Arm,
+    arm: Arm,
+    base_folder: Path,
+    folder: Path,
+    parity_class: Parity,
+    *,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> Gate:
+    """The gradient of one step of both arms, at the same weights and on the same samples; two trials, or those of an
+    earlier day. The base's serves all its arms."""
+    second, first = finished(folder, "gradients"), finished(base_folder, "gradients")
+    if first is None or (second is None and not (base_folder / KEPT).is_file()):
+        first = base.run(
+            f"gradient of {base.name}", base_folder, Ask(variation="gradients"), limits=limits, progress=progress
+        )
+    if not first.ok:
+        return Gate(name="gradient", passed=None, why=f"the base's gradient could not be taken: {first.cause}")
+    if second is None:
+        ask = Ask(variation="gradients", reference=base_folder.absolute())
+        second = arm.run(f"gradient of {arm.name}", folder, ask, limits=limits, progress=progress)
+    if not second.ok:
+        return Gate(name="gradient", passed=None, why=f"the arm's gradient could not be taken: {second.cause}")
+    left, right = (decode(trial.answer, GradientAnswer) or GradientAnswer() for trial in (first, second))
+    return parity.gradient_gate(left, right, parity_class)
+
+
+def sweep(folder: Path) -> None:
+    """Delete the weights and gradients that a base keeps for its arms: they are as large as the model, twice."""
+    for kept in folder.rglob(KEPT):
+        kept.unlink(missing_ok=True)
+
+
+def loss(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
+    """Whether the losses of two arms agree, run by run."""
+    seen = [[trial.measurement or Measurement() for trial in pair] for pair in pairs]
+    repeats = all(each.device == "cpu" for pair in seen for each in pair)
+    losses, others = ([pair[side].loss for pair in seen] for side in (0, 1))
+    return parity.loss_gate(losses, others, parity_class, bitwise=repeats)
+
+
+def outcome(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, parity_class: Parity) -> Outcome:
+    """All that these pairs of runs and the gradient say. A training that claims no parity has to stay finite."""
+    if not pairs:
+        return parity.outcome(parity_class, ())
+    losses = loss(pairs, parity_class)
+    if parity_class == "changes-training":
+        broken = losses.passed is False and losses.limit is None  # the only way to fail without a limit: not finite
+        return (
+            Outcome(parity_class=parity_class, passed=False, why=f"loss: {losses.why}", gates=(losses,))
+            if broken
+            else parity.outcome(parity_class, ())
+        )
+    found = (ledger(pairs, parity_class), *([gradient] if gradient is not None else []), losses)
+    return parity.outcome(parity_class, found)

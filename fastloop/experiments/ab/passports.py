@@ -1,0 +1,80 @@
+"""The numerics passports of the rungs: what the gates of past experiments on this machine said, newest first.
+
+Kept below ``$XDG_CACHE_HOME/fastloop/passports`` (``~/.cache`` without it), one file per rung. A passport is a note,
+never a condition: a cache that cannot be written or read is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+
+from fastloop.judge import parity
+from fastloop.records import store
+from fastloop.records.experiment import Hardware, Outcome, Passport, PassportsFile, Sample
+from fastloop.report.experiments.verdict_words import size
+
+MOST = 20
+SHOWN = 3
+
+
+def folder() -> Path:
+    """Where they are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop" / "passports"
+
+
+def keep(
+    rung: str,
+    outcome: Outcome,
+    hardware: Hardware,
+    sample: Sample,
+    *,
+    name: str = "",
+    run_dir: Path | None = None,
+) -> None:
+    """Write down what came of a rung in an experiment of its own; what the same directory said before is replaced."""
+    if not outcome.gates:
+        return
+    entry = dataclasses.replace(
+        parity.make_passport(rung, outcome, hardware),
+        runs=len(sample.samples_per_s),
+        name=name,
+        run_dir=None if run_dir is None else str(run_dir.absolute()),
+        date=datetime.now(timezone.utc).date().isoformat(),
+    )
+    others = [each for each in load(rung) if run_dir is None or each.run_dir != entry.run_dir]
+    with contextlib.suppress(OSError):
+        kept = PassportsFile(rung=rung, passports=(entry, *others)[:MOST])
+        store.save(folder(), {f"{rung}.json": kept})
+
+
+def load(rung: str) -> tuple[Passport, ...]:
+    """Those of a rung, newest first."""
+    return (store.load(folder() / f"{rung}.json", PassportsFile) or PassportsFile()).passports
+
+
+def describe(rung: str) -> list[str]:
+    """The newest, for its manual page."""
+    found = load(rung)
+    if not found:
+        return [f"Numerics: no experiment on this machine yet; fastloop ab CONF --vs {rung} writes a passport."]
+    text = ["Numerics, as measured on this machine:"]
+    for one in found[:SHOWN]:
+        passed = {True: "passed", False: "FAILED", None: "undecided"}[one.passed]
+        device = f"{one.environment.device_name}, torch {one.environment.torch}"
+        parts = ("", str(one.date), one.name, f"{one.parity_class}, {passed}", device, f"{one.runs} runs")
+        text += ["  ".join(parts), *(f"    {gate.name}: {gate.why}" for gate in one.gates)]
+        text.append(f"    {_describe_figures(one)}")
+    return text
+
+
+def _describe_figures(one: Passport) -> str:
+    """What was seen, what could have been, and by which versions."""
+    sizes = [(gate.name, size(gate, "deviation"), size(gate, "visible")) for gate in one.gates]
+    seen = [f"{name} {deviation} ({visible})" for name, deviation, visible in sizes if {deviation, visible} != {"n/a"}]
+    versions = vars(one.environment)
+    by = ", ".join(f"{name} {versions[name] or 'n/a'}" for name in ("lightning", "fastloop", "driver"))
+    return "; ".join([*([f"deviation (smallest visible): {', '.join(seen)}"] if seen else []), by])

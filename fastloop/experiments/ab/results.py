@@ -1,0 +1,192 @@
+"""What an experiment found, as its files and as the answer for people."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastloop.config.loading import diff
+from fastloop.experiments.ab import passports
+from fastloop.experiments.ab.experiment import Experiment, Side
+from fastloop.experiments.ab.resume import list_versions
+from fastloop.experiments.trials.trial import UNWRITTEN
+from fastloop.judge.verdict import exit_code as code_of
+from fastloop.records import store
+from fastloop.records.experiment import ArmResult, ExperimentResult, FailedRun, Hardware
+from fastloop.records.measurement import Measurement
+from fastloop.records.run_files import load_environment
+from fastloop.records.trial import Trial
+from fastloop.report.experiments import ab_report
+
+COMPARISON = "comparison.json"
+DEVICES = {"device_name": "device", "devices": "number of devices"}
+"""What arms may differ in by intention, and what people call it."""
+_TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
+
+
+def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
+    """Judge the runs there are and write ``comparison.json`` and the reports; gives the former's content."""
+    result = summarize(experiment, name, partial=partial)
+    store.save(experiment.place, {COMPARISON: result})  # first: to draw the reports takes seconds
+    store.write(experiment.place, ab_report.reports(result))
+    on_already = experiment.base.arm.config().ladder.enabled()
+    for side in experiment.sides[1:] if not partial else ():
+        alone = len(side.changed_rungs) == 1 and not side.changed_keys and side.changed_rungs[0] not in on_already
+        if alone and side.changed_rungs[0] in side.sample().active_rungs:
+            passports.keep(
+                side.changed_rungs[0],
+                experiment.outcome(side),
+                result.hardware,
+                side.sample(),
+                name=name,
+                run_dir=experiment.place,
+            )
+    return result
+
+
+def summarize(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
+    """The content of ``comparison.json``."""
+    sides, base = experiment.sides, experiment.base.arm.config()
+    return ExperimentResult(
+        run_dir=str(experiment.place),
+        name=name,
+        steps=experiment.base.steps or experiment.settings.steps,
+        warmup_steps=experiment.settings.warmup,
+        band_pct=experiment.settings.band_pct,
+        order=tuple(arm for arm, _ in experiment.order),
+        config_diff={side.name: tuple(diff(base, side.arm.config())) for side in sides[1:]},
+        arms=tuple(map(summarize_arm, sides)),
+        comparisons=tuple(experiment.comparisons()),
+        hardware=hardware([trial for side in sides for trial in side.trials()]),
+        flags=tuple(flags(sides)),
+        failures=tuple(describe_failure(side.name, side.failed) for side in sides if side.failed is not None),
+        partial=partial,
+        seconds=round(experiment.seconds, 1),
+    )
+
+
+def summarize_arm(side: Side) -> ArmResult:
+    """An arm: its runs, what of it took, and what it needs."""
+    sample, trials = side.sample(), side.trials()
+    kept = [trial.measurement for trial in trials if trial.measurement and trial.samples_per_s is not None]
+
+    def middle(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    return ArmResult(
+        name=side.name,
+        runs=len(sample.samples_per_s),
+        samples_per_s=sample.samples_per_s,
+        places=sample.places,
+        seeds=tuple(side.arm.config().run.seed + number for number in sorted(side.runs)),
+        steps=side.steps or None,
+        active_rungs=sample.active_rungs,
+        inactive_rungs=tuple(sample.inactive_rungs),
+        inactive_why=sample.inactive_rungs,
+        step_ms=middle(seen.step_ms.get("mean") for seen in kept),
+        peak_gib=middle(seen.peak_gib for seen in kept),
+        global_batch=middle(seen.global_batch for seen in kept),
+        failed=None if side.failed is None else side.failed.cause,
+    )
+
+
+def describe_failure(arm: str, trial: Trial) -> FailedRun:
+    """Why an arm has no more runs."""
+    return FailedRun(
+        arm=arm,
+        run=trial.run_dir.name,
+        cause=trial.cause,
+        rank=rank_in(trial.tail),
+        last_step=trial.last_step,
+        tail=trial.tail,
+    )
+
+
+def rank_in(tail: str) -> int | None:
+    """The rank that a stderr blames, where that is exactly one.
+
+    torchrun lists those that failed, and as the last of them the root cause. Otherwise it is the one with a traceback,
+    or the only one that says anything. Ranks that were told to end, because another had failed, are not meant.
+    """
+    if listed := re.findall(r"^\s*rank\s*: (\d+) \(local_rank", tail, re.MULTILINE):
+        return int(listed[-1])
+    said = [
+        (int(found[1]), line)
+        for line in tail.splitlines()
+        if (found := re.search(r"\[rank:?\s?(\d+)\]", line)) and not _TOLD_TO_END.search(line)
+    ]
+    named = {rank for rank, line in said if "Traceback" in line} or {rank for rank, _ in said}
+    return named.pop() if len(named) == 1 else None
+
+
+def flags(sides: Sequence[Side]) -> list[str]:
+    """What makes the figures depend on the hour, or on too short a window, or on where a run was made or began."""
+    found = [*mixed(sides), *_of_checkpoints([trial for side in sides for trial in side.trials()])]
+    for side in sides:
+        said: dict[str, list[int]] = {}
+        for number in sorted(side.runs):
+            seen = side.runs[number].measurement or Measurement(window_too_short=False)
+            short = ["the window is too short for its queues"] if seen.window_too_short else []
+            for each in (*seen.state, *short):
+                said.setdefault(each, []).append(number + 1)
+        found += [
+            f"{side.name}, run{'s' if len(runs) > 1 else ''} {spans(runs)}: {each}" for each, runs in said.items()
+        ]
+    return found
+
+
+def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
+    """What checkpoints have to do with these runs."""
+    began = max((trial.began or 0 for trial in trials), default=0)
+    loaded = [f"all runs began at step {began}, from a checkpoint that the script loads"] if began else []
+    left = [f"{UNWRITTEN}, in all arms alike"] if any(trial.unsaved for trial in trials) else []
+    return [*loaded, *left]
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in few letters: 1-3, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in found)
+
+
+def mixed(sides: Sequence[Side]) -> list[str]:
+    """That runs that are compared come from several environments, and what differs."""
+    found: dict[tuple[str, str], dict[Any, None]] = {}
+    for side in sides:
+        own = side.name if any(key.startswith(("run.", "trainer.num_nodes")) for key in side.changed_keys) else ""
+        for trial in side.trials():
+            for key, value in vars(hardware([trial])).items():
+                if value is not None:
+                    found.setdefault((own if key in DEVICES else "", key), {})[value] = None
+    several = [
+        f"{DEVICES.get(key, key)} {' and '.join(map(str, values))}"
+        for (_, key), values in found.items()
+        if len(values) > 1
+    ]
+    return [f"the runs come from different environments: {', '.join(several)}"] if several else []
+
+
+def hardware(trials: Sequence[Trial]) -> Hardware:
+    """What the runs ran on, from the first of them."""
+    if not trials:
+        return Hardware()
+    seen, environment = trials[0].measurement or Measurement(), load_environment(trials[0].run_dir)
+    cpu = None if environment.hardware is None else environment.hardware.cpu_model
+    return Hardware(
+        device_name=seen.device_name or cpu or seen.device,
+        devices=seen.world_size,
+        **list_versions(environment),
+    )
+
+
+def exit_code(experiment: Experiment) -> int:
+    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise."""
+    return code_of(experiment.comparisons(), any(side.failed is not None for side in experiment.sides))

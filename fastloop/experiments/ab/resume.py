@@ -1,0 +1,191 @@
+"""Whether an experiment that goes on is where it began: rates of two machines, or of two versions, do not compare.
+
+What is not known (``None``, as a driver where there is no GPU) differs from nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fastloop.config.loading import Config
+from fastloop.errors import ConfigError
+from fastloop.evidence import machine
+from fastloop.experiments.ab.experiment import PARITY, Side
+from fastloop.experiments.trials.trial import TRIAL, finished, forget
+from fastloop.records.experiment import Manifest
+from fastloop.records.run_files import Environment, Machine, load_environment
+from fastloop.records.store import decode, is_file, load, safe_name
+
+VERSIONS = ("torch", "lightning", "fastloop", "driver")
+
+
+def list_versions(environment: Environment) -> dict[str, str | None]:
+    """What of an ``env.json`` decides about numbers."""
+    known = environment.versions or {}
+    return {**{name: known.get(name) for name in VERSIONS[:-1]}, "driver": environment.driver}
+
+
+def refuse_others(place: Path, folders: Iterable[Path]) -> None:
+    """What finished has to be from this machine, with the versions that are here.
+
+    Args:
+        folders: of the arms, with a folder for each run.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    now = decode(machine.environment((), {}), Environment) or Environment()
+    for folder in folders:
+        for path in sorted(folder.glob(f"*/{TRIAL}")):
+            trial = finished(path.parent)
+            if trial is None or trial.measurement is None:
+                continue
+            before = load_environment(path.parent)
+            if found := _differing(before, now, on_gpu=trial.measurement.device == "cuda"):
+                raise ConfigError(
+                    got=f"--resume {place}",
+                    why=f"its runs are from {'; '.join(found)}",
+                    do="continue on the machine where they ran, or start a new experiment here",
+                )
+
+
+def _differing(before: Environment, now: Environment, *, on_gpu: bool) -> list[str]:
+    devices = (_gpus(before), _gpus(now) or "a machine without a GPU") if on_gpu else (_cpu(before), _cpu(now))
+    pairs = [
+        ("", *devices),
+        *((f"{name} ", list_versions(before)[name], list_versions(now)[name]) for name in VERSIONS),
+    ]
+    return [
+        f"{label}{old}, this is {new}"
+        for label, old, new in pairs
+        if old is not None and new is not None and old != new
+    ]
+
+
+def _gpus(environment: Environment) -> str | None:
+    """The kinds there are; how many of each a machine has beside those that are trained on does not matter."""
+    known = environment.hardware or Machine()
+    return ", ".join(sorted({str(gpu.name) for gpu in known.gpus})) or None
+
+
+def _cpu(environment: Environment) -> str | None:
+    return (environment.hardware or Machine()).cpu_model
+
+
+# What the runs in a directory are runs of: written before the first of them, so that no other experiment's are taken
+# for them. Another patch, script, recipe or number of runs is another experiment, whatever the command line says.
+#
+# Of a script the files that the command names are known, not the modules that they import.
+
+NAME = "experiment.json"
+BASE = "base"
+RESULTS = ("comparison.json", "report.md", "report.html")
+_READ = (".py", ".sh", ".yaml", ".yml", ".toml")
+"""Ends of what a script's command line may name and a training may follow from; other files may be its output."""
+
+
+def folder_of(number: int, name: str) -> Path:
+    """Where the runs of an arm go, by its place among the arms."""
+    return Path(f"{number}-{safe_name(name)[:60]}" if number else BASE)
+
+
+def fingerprint(config: Config) -> str:
+    """Of everything that is configured, secrets included, none of which can be read from it."""
+    return _sha256(json.dumps(config.values, sort_keys=True, default=str).encode())
+
+
+def recipe_fingerprint(config: Config) -> str | None:
+    """Of the recipe's Python file, without the modules that it imports; None where there is none."""
+    path = config.recipe_file
+    return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
+
+
+def describe(
+    sides: Sequence[Side], command: Sequence[str], options: Iterable[str | Sequence[str]], shown: Manifest
+) -> Manifest:
+    """What an experiment is.
+
+    Args:
+        command: of a script; empty where the arms are configurations.
+        options: of the command line, that may hold secrets.
+        shown: those that hold none.
+    """
+    configs = [side.arm.config() for side in sides]
+    recipes = {each.recipe_file.name: each.recipe_file for each in configs if each.recipe_file is not None}
+    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(_READ)}
+    return dataclasses.replace(
+        shown,
+        arms=tuple(side.name for side in sides),
+        options=_sha256(repr(list(options)).encode()),
+        configs={side.name: fingerprint(config) for side, config in zip(sides, configs, strict=True)},
+        sources={name: _sha256(path.read_bytes()) for name, path in {**recipes, **named}.items() if is_file(path)},
+    )
+
+
+def refuse_another(where: Path, now: Manifest) -> None:
+    """The experiment in a directory has to be this one.
+
+    Raises:
+        ConfigError: it is another; what differs is named.
+    """
+    before = load(where / NAME, Manifest) or Manifest()
+    for key, value in vars(now).items():
+        if vars(before)[key] != value:
+            raise ConfigError(
+                got=f"--resume {where}",
+                why=_explain(key, before, now),
+                do="repeat the original command, or start a new experiment",
+            )
+
+
+def _explain(key: str, before: Manifest, now: Manifest) -> str:
+    if key == "options":
+        return "its --vs, --config, --args or key=value differ"
+    if key == "configs":
+        return f"since it began the configuration of {_list_changed(before.configs, now.configs)} was changed"
+    if key == "sources":
+        return f"since it began {_list_changed(before.sources, now.sources)} was changed"
+    if key == "runs":
+        return (
+            f"its --runs was {before.runs} and now is {now.runs}: runs that are added once the result is seen find"
+            " differences where there are none; --runs auto looks several times, and pays for it"
+        )
+    if key == "band_pct":
+        return f"its --band was {before.band_pct} and now is {now.band_pct}: it cannot be changed after seeing results"
+    return f"its {key} was {vars(before)[key]!r} and now is {vars(now)[key]!r}"
+
+
+def _list_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    return ", ".join(name for name in {**before, **now} if before.get(name) != now.get(name))
+
+
+def sweep(where: Path, folders: Iterable[Path] = ()) -> None:
+    """Take away the experiment that is in a directory, if there is one, and nothing that is not its own.
+
+    Args:
+        folders: of arms besides, in which only trials are taken away.
+    """
+    before = load(where / NAME, Manifest)
+    arms = [folder_of(number, name) for number, name in enumerate(before.arms if before else ())]
+    for folder in {*(where / each for each in arms), *folders}:
+        for trial in folder.iterdir() if folder.is_dir() else ():
+            _forget(trial)
+        with contextlib.suppress(OSError):  # something else is in it, or it is not there
+            folder.rmdir()
+    _forget(where / PARITY)
+    for name in (*RESULTS, NAME) if before else ():
+        (where / name).unlink(missing_ok=True)
+
+
+def _forget(trial: Path) -> None:
+    if (trial / TRIAL).is_file():
+        forget(trial)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,229 @@
+"""An arm that is a Lightning script of the user's, unmodified, with a FastLoop put into it for each run.
+
+The script runs as it would in a shell: its own seeding, data and schedules. It is told of a run's seed by
+``PL_GLOBAL_SEED``, which ``seed_everything()`` without a number takes; a seed that is written in the script stands.
+Lightning's checkpoints are not written, see `bridge/trials/no_checkpoints.py`; whatever else it writes it
+writes in each run, as it would in a shell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastloop.config.loading import DEFAULT, NOT_FOR_CALLBACKS, Config, load
+from fastloop.config.schema import fault
+from fastloop.errors import ConfigError
+from fastloop.experiments.ab.arms import Ask, Progress
+from fastloop.experiments.trials import supervise
+from fastloop.experiments.trials.script_injection import (
+    began_at,
+    carried,
+    check,
+    happened,
+    make_orders,
+    name_of,
+    notes,
+    step_of,
+    unmeasured,
+)
+from fastloop.experiments.trials.supervise import Ended, Limits
+from fastloop.experiments.trials.trial import TRIAL, clear, environment, load_results, refuse
+from fastloop.records import store
+from fastloop.records.measurement import Measurement
+from fastloop.records.secrets import Scrubber
+from fastloop.records.store import is_file
+from fastloop.records.trial import ScriptEvent, ScriptOrders, Trial
+
+VARIATIONS = ("as_it_is", "replayed", "resident", "no_exchange", "gradients")
+"""What can be asked of a script: what its own Trainer can show."""
+_OURS = ("PYTHONPATH", "PYTHONSAFEPATH")
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+def command_of(script: str, args: str = "") -> tuple[str, ...]:
+    """The command behind ``--script`` and ``--args``: a Python file by this Python, anything else as in a shell.
+
+    Raises:
+        ConfigError: there is no such script or command.
+    """
+    try:
+        given, more = shlex.split(script), shlex.split(args)
+    except ValueError as error:
+        raise ConfigError(
+            got=f"--script {script} --args {args}", why=f"it cannot be parsed: {error}", do="close the quotes"
+        ) from None
+    if len(given) == 1 and given[0].endswith(".py"):
+        if not is_file(Path(given[0])):
+            raise ConfigError(
+                got=f"--script {given[0]}", why="there is no such file", do=f"check the path; it starts at {Path.cwd()}"
+            )
+        given = [sys.executable, *given]
+    check([*given, *more])
+    return (*given, *more)
+
+
+def under_this_python(command: Sequence[str]) -> bool:
+    """Whether a command surely runs with this Python's packages and on this machine; srun, uv or bash may not."""
+    found = Path(shutil.which(command[0]) or "")
+    return found.name.startswith(("python", "torchrun")) and found.parent == Path(sys.executable).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptArm:
+    """A script with patches: of its configuration only ``rungs``, ``watch`` and ``strict``, the rest is its own."""
+
+    name: str
+    command: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    seed: int = 0
+    """Of the first run."""
+
+    @property
+    def plans_alone(self) -> bool:
+        return False  # what there is to plan is known once the script has built it
+
+    def config(self) -> Config:
+        """The configuration of the callback that is put into it.
+
+        Raises:
+            ConfigError: it cannot be used, or has a section that describes a run.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            blank = Path(folder, "script.yaml")
+            blank.touch()
+            config = load(str(blank), more=self.more, overrides=self.overrides)
+        for key, origin in config.origins.items():
+            if (section := key.partition(".")[0]) in NOT_FOR_CALLBACKS and origin != DEFAULT:
+                raise fault(
+                    key,
+                    origin,
+                    f"{section} describes a run, and a script's is its own",
+                    "write only rungs, watch or strict; the script's own settings go into --args",
+                )
+        return config
+
+    def run(
+        self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None, progress: Progress | None = None
+    ) -> Trial:
+        """Run the script in a fresh process, to its end or to a limit.
+
+        Only its first fit that trains is measured. With ``ask.steps`` every fit of it ends after so many steps, and
+        schedules stay those of the whole training.
+
+        Raises:
+            ConfigError: nothing was started.
+            KeyboardInterrupt, SystemExit: it was stopped; the script has then ended.
+        """
+        refuse(
+            os.environ,
+            why="each run of a script starts its own ranks",
+            do="run this command once, and write torchrun into --script",
+        )
+        if ask.variation not in VARIATIONS:
+            raise ConfigError(
+                got=f"{ask.variation} of a script",
+                why="that is not visible from its Trainer",
+                do=f"ask for one of {', '.join(VARIATIONS)}",
+            )
+        warm = () if ask.warmup is None else (f"watch.warmup_steps={ask.warmup}",)
+        config = dataclasses.replace(self, overrides=(*self.overrides, *warm)).config()
+        folder.mkdir(parents=True, exist_ok=True)
+        clear(folder)
+        say = None if progress is None else (lambda line: progress(f"{label}: {line}"))
+        with carried(self._orders(config, folder.absolute(), ask), os.environ) as (variables, private):
+            variables["PL_GLOBAL_SEED"] = str(self.seed + ask.seed)
+            ended = supervise.supervise(
+                self._wrapped(variables), folder, limits=limits, env=environment(os.environ), stacks=True, progress=say
+            )
+            events = happened(private)
+        trial = self._trial(label, folder, ask, config, ended, events)
+        store.save(folder, {TRIAL: trial})
+        if say is not None:
+            for note in [
+                *([f"its fit was measured, then: {ended.cause}"] if trial.ok and ended.cause else []),
+                *notes(events),
+            ]:
+                say(note)
+        return trial
+
+    def _orders(self, config: Config, folder: Path, ask: Ask) -> ScriptOrders:
+        orders = dataclasses.replace(
+            make_orders(config, folder),
+            max_steps=ask.steps,
+            ledger=ask.ledger,
+            variation=ask.variation,
+            reference=None if ask.reference is None else str(ask.reference.absolute()),
+            beat=str(folder / supervise.BEAT),
+            stacks=True,
+            disposable=True,
+        )
+        if ask.variation != "gradients":
+            return orders
+        silent = {**orders.config, "watch": {"enabled": False}}  # it ends by itself, and times nothing
+        return dataclasses.replace(orders, config=silent, max_steps=None)
+
+    def _wrapped(self, variables: Mapping[str, str]) -> list[str]:
+        """The command with the variables of the user's shell and ours, and not with those its supervisor needs."""
+        base = environment(os.environ)
+        wanted = {
+            name: value
+            for name, value in os.environ.items()
+            if name in base or name in _OURS or (name.startswith("PL_") and name not in _SEEDS)
+        }
+        wanted |= variables
+        return [
+            "env",
+            *(part for name in base if name not in wanted for part in ("-u", name)),
+            *(f"{name}={value}" for name, value in wanted.items() if base.get(name) != value),
+            *self.command,
+        ]
+
+    def _trial(
+        self, label: str, folder: Path, ask: Ask, config: Config, ended: Ended, events: Sequence[ScriptEvent]
+    ) -> Trial:
+        hide = Scrubber(list(self.command)).text
+        measurement, answer = load_results(folder, ask.variation)
+        name = name_of(self.command)
+        if ask.variation == "gradients":
+            cause = None if answer is not None else ended.cause or unmeasured(name, events, ended.code)
+        else:
+            cause = _cause(name, measurement, config.watch.warmup_steps, ended, events)
+        step = ended.last_step if ended.last_step is not None else step_of(events)
+        return Trial(
+            name=label,
+            ok=cause is None,
+            cause=cause and hide(cause),
+            seconds=ended.seconds,
+            run_dir=folder,
+            code=ended.code,
+            last_step=step,
+            tail=hide(ended.tail) if cause else "",
+            measurement=measurement,
+            answer=answer,
+            began=began_at(events),
+            unsaved=any(event.event == "unsaved" for event in events),
+        )
+
+
+def _cause(
+    name: str, measurement: Measurement | None, warmup: int, ended: Ended, events: Sequence[ScriptEvent]
+) -> str | None:
+    """Why there is no rate, in one line. A fit that came to its end was measured, whatever the script did after it."""
+    if measurement is None:
+        return ended.cause or unmeasured(name, events, ended.code)
+    steps = measurement.total_steps
+    if measurement.partial:
+        why = next((f": {event.why}" for event in reversed(events) if event.event == "exception"), "")
+        return ended.cause or f"{name} exited after {steps} steps, inside its fit{why}"
+    if measurement.samples_per_s is None and steps is not None and steps <= warmup:
+        return f"the fit of {name} ended after {steps} steps, before the window, which opens after {warmup}"
+    return None

@@ -1,0 +1,226 @@
+"""One attempt of a climb: predict what a rung saves, tune its numbers, screen it with two pairs of runs, check that the
+training is still the same, and keep it or record why not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, geometric_mean
+
+from fastloop.experiments.ab.arms import Ask
+from fastloop.experiments.climb.budget import estimate_gradient_s
+from fastloop.experiments.climb.candidates import Candidate, apply_patch, make_patch
+from fastloop.experiments.climb.interface import Result
+from fastloop.experiments.climb.prediction import Context, Prediction, predict, tune_number
+from fastloop.experiments.climb.worker_count import add_workers, choose_worker_count
+from fastloop.judge import statistics
+from fastloop.judge.prediction import WORTH_PCT, compute_error_pct, drop_absurd
+from fastloop.judge.statistics import Effect, Pool
+from fastloop.records.card import Stack
+from fastloop.records.climb import Attempt, Costs, End, Rates
+from fastloop.records.experiment import Outcome
+
+TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"))
+"""Seed and side of a screen's runs: two pairs, the second in the opposite order."""
+APART = 1.25
+"""Where the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
+ran on the machine during one of them."""
+
+
+class BaseFailed(Exception):
+    """The training without the candidate failed, so the candidate cannot be judged."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        super().__init__(result.cause)
+
+
+def make_attempt(context: Context, candidate: Candidate, at: str) -> Attempt:
+    """Make it; everything that is run goes below the folder `at`.
+
+    Raises:
+        Spent: the budget ended it; what is finished will be found again.
+        BaseFailed: the stack that it was to be put on does not run any more.
+    """
+    if candidate.refused is not None:
+        patch = candidate.patches[0] if candidate.patches else make_patch(candidate.rung)
+        return _Screen(context, candidate, Prediction(patch=patch), at).end("inactive", candidate.refused)
+    if candidate.way.changes == "loader":
+        prediction = choose_worker_count(context, candidate, at)
+    else:
+        prediction = add_workers(context, tune_number(context, candidate, predict(context, candidate, at), at))
+    screen = _Screen(context, candidate, prediction, at)
+    if prediction.ended is not None:
+        return screen.end(prediction.ended, prediction.why)
+    saved_ms = prediction.saved_ms
+    if saved_ms is not None and (pct := context.known.pct(saved_ms)) < WORTH_PCT:
+        return screen.end("small", f"predicted to save {saved_ms:.1f} ms ({pct:.1f} %), below {WORTH_PCT:g} %")
+    return screen.run()
+
+
+@dataclass(frozen=True)
+class _Screen:
+    """Two pairs of runs of a candidate, and what follows from them."""
+
+    context: Context
+    candidate: Candidate
+    prediction: Prediction
+    at: str
+    runs: dict[str, list[Result]] = field(default_factory=lambda: {"base": [], "arm": []})
+
+    @property
+    def arm(self) -> Stack:
+        return apply_patch(self.context.known.stack, self.prediction.patch)
+
+    @property
+    def start_s(self) -> float:
+        """What a run takes besides its steps."""
+        return self.prediction.start_s or self.context.start_s
+
+    def run(self) -> Attempt:
+        """Run the pairs, as long as they can still show something."""
+        context, known, runs = self.context, self.context.known, self.runs
+        now, then = known.costs, self.prediction.then or known.costs
+        after_ms = now.now_ms - (self.prediction.saved_ms or 0.0)
+        took = context.choose_length(after_ms, now.now_ms, self.arm, then.workers, fill_read=then.fill_read)
+        for place, (seed, side) in enumerate(TURNS, 1):
+            result = context.runner.run(
+                f"{self.at}/screen-{place}-{side}",
+                self.arm if side == "arm" else known.stack,
+                Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
+                what=f"{self.candidate.key}: screening {place} of {len(TURNS)}",
+                need_s=took.seconds(now.now_ms if side == "base" else after_ms, self.start_s),
+            )
+            runs[side].append(result)
+            if side == "base" and not _is_measured(result):
+                raise BaseFailed(result)
+            if side == "arm" and (ruled_out := _rule_out(self.prediction, result, runs["base"][0])):
+                return self.end(*ruled_out)
+            if side == "arm" and len(runs["arm"]) == 1:
+                after_ms = result.step_ms or after_ms
+                same = context.runner.compare_ledgers(known.stack, self.arm, [(runs["base"][0], result)])
+                if same.passed is False:
+                    return self.end("parity", same.why, same)
+        return self._judge()
+
+    def _judge(self) -> Attempt:
+        context, both = self.context, list(zip(self.runs["base"], self.runs["arm"], strict=True))
+        pairs = [(_read_rate(base), _read_rate(arm)) for base, arm in both]
+        effect = statistics.screen(pairs, context.pool)
+        if (odd := _find_contradiction(pairs)) is not None:
+            return self.end("odd", odd)
+        if not statistics.looks_faster(effect):
+            why = "not faster"
+            if effect is not None:
+                why += f": {100 * (effect.ratio - 1):+.1f} % in two pairs, where runs differ by {100 * effect.sd:.1f} %"
+            return self.end("not_faster", why)
+        outcome = context.runner.check_parity(
+            self.at,
+            context.known.stack,
+            self.arm,
+            both,
+            what=f"{self.candidate.key}: parity",
+            need_s=sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0]),
+        )
+        ended, why = _judge_parity(outcome, effect)
+        row = self.end(ended, why, outcome)
+        return dataclasses.replace(row, costs=self._read_costs()) if ended == "kept" else row
+
+    def _read_costs(self) -> Costs:
+        """Of the stack with the candidate."""
+        arms, now_ms = self.runs["arm"], _average_step_ms(self.runs["arm"])
+        rests = [result.rest_ms for result in arms if result.rest_ms is not None]
+        costs = (self.prediction.then or Costs(now_ms=now_ms)).but(
+            now_ms=now_ms,
+            outside_ms=fmean([result.outside_ms for result in arms]),
+            gap_ms=fmean([result.gap_ms for result in arms]),
+            workers=arms[0].workers,
+            copies_ms=arms[0].copies_ms,
+        )
+        return drop_absurd(costs.but(replayed_ms=fmean(rests)) if costs.beside and rests else costs)
+
+    def end(self, ended: End, why: str, outcome: Outcome | None = None) -> Attempt:
+        """Its row of ``climb.json``. ``try``, ``ended``, ``at`` and ``rates`` are what a later call decides by."""
+        candidate, prediction = self.candidate, self.prediction
+        base, arm = ([result for result in self.runs[side] if _is_measured(result)] for side in ("base", "arm"))
+        both = min(len(base), len(arm))
+        before = _average_step_ms(base) if both else None
+        after = _average_step_ms(arm) if both else None
+        measured = before - after if before and after else None
+        rates = Rates(base=tuple(map(_read_rate, base[:2])), arm=tuple(map(_read_rate, arm)))
+        pairs, pool = list(zip(rates.base, rates.arm, strict=False)), self.context.pool
+        untested = "not tested: it was not kept for other reasons"
+        return Attempt(
+            rung=candidate.rung,
+            family=candidate.family,
+            patch=prediction.patch,
+            key=candidate.key,
+            step_ms_before=before,
+            step_ms_after=after,
+            predicted_saved_ms=prediction.saved_ms,
+            measured_saved_ms=measured,
+            ci95_saved_ms=_compute_ci95_ms(pairs, before, pool) if both > 1 else None,
+            prediction_error_pct=compute_error_pct(prediction.saved_ms, measured),
+            kept=ended == "kept",
+            ended=ended,
+            why=why,
+            parity=outcome or Outcome(parity_class=prediction.parity_class, why=untested),
+            tuned=prediction.tuned,
+            runs=both,
+            rates=rates,
+            at=self.context.known.height,
+        )
+
+
+def _rule_out(prediction: Prediction, result: Result, base: Result) -> tuple[End, str] | None:
+    """Why this one run of the arm is the last."""
+    if not _is_measured(result):
+        return "crashed", result.cause or "the run was too short to measure a rate"
+    if reasons := [result.inactive[rung] for rung in prediction.patch["rungs"] if rung in result.inactive]:
+        return "inactive", reasons[0]
+    if result.global_batch != base.global_batch:
+        return "parity", f"an optimizer step has {result.global_batch} samples, not {base.global_batch}"
+    return None
+
+
+def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
+    """Why a screen gives no answer: one run that is far off the others is the machine's doing, not the arm's."""
+    ratios = sorted(arm / base for base, arm in pairs)
+    if ratios[-1] <= APART * ratios[0] or ratios[0] >= APART or ratios[-1] <= 1 / APART:
+        return None
+    gains = " and ".join(f"{100 * (ratio - 1):+.0f} %" for ratio in ratios)
+    return f"no answer: its two pairs differ ({gains}), so something else disturbed this machine"
+
+
+def _judge_parity(outcome: Outcome, effect: Effect | None) -> tuple[End, str]:
+    """What the gates make of an arm that is faster. It stays only where they held, as far as they can tell here."""
+    if outcome.passed is False:
+        return "parity", outcome.why
+    if outcome.undecided:
+        return "undecided", f"not shown to be the same training: {outcome.why}"
+    gain = "" if effect is None else f"{100 * (effect.ratio - 1):+.1f} %"
+    return "kept", "; ".join(filter(None, [gain, "" if outcome.passed else outcome.why]))
+
+
+def _compute_ci95_ms(
+    pairs: Sequence[tuple[float, float]], before: float | None, pool: Pool
+) -> tuple[float, float] | None:
+    effect = statistics.screen(pairs, pool)
+    if effect is None or before is None:
+        return None
+    low, high = (before * (1 - 1 / ratio) for ratio in statistics.interval(effect))
+    return low, high
+
+
+def _read_rate(result: Result) -> float:
+    return result.samples_per_s or 0.0
+
+
+def _is_measured(result: Result) -> bool:
+    return bool(result.ok and result.samples_per_s and result.step_ms)
+
+
+def _average_step_ms(runs: Sequence[Result]) -> float:
+    return geometric_mean([result.step_ms or 1.0 for result in runs])

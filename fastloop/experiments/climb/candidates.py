@@ -1,0 +1,264 @@
+"""Which rung a climb tries next, and why none is left. Pure: the same costs and history give the same answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fastloop.errors import NotApplicable
+from fastloop.evidence import machine
+from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_number
+from fastloop.judge.prediction import NEAR, WORTH_PCT, compute_ceilings_ms
+from fastloop.ladder import Ladder, cards, regroups
+from fastloop.records.card import ClimbState, Family, Patch, Setting, Stack, Variant, read_int
+from fastloop.records.climb import Attempt, Costs, End, count_kept, select_broken, select_unanswered
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Parity
+
+CEILING_OF: dict[Family, str] = {"feed": "feed", "compute": "compute", "fill": "compute", "sync": "sync"}
+"""The ceiling that says what a family of rungs can gain at most. Fuller kernels fill the same device that the compute
+rungs make faster."""
+FIRST: tuple[Family, ...] = ("feed", "compute", "fill", "sync")
+"""Families with one ceiling are tried in this order, and the rungs of a family in the ladder's."""
+UNMEASURED = 0.5
+"""The ceiling of computing is what no rung can reach; against those that a trial has reached it counts half."""
+RETRIES = 1
+"""Times that a rung that was not faster is tried again, once the stack has grown: some pay only on top of others."""
+AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided")
+"""Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a
+failed gate and a refusal by the plan are final."""
+
+LOST_PCT = -50.0
+"""Of the step: what was predicted to make it so much longer is not tried again."""
+CHANGES_TRAINING: Parity = "changes-training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something to put on the stack."""
+
+    rung: str
+    key: str
+    """Tells it from other attempts with the same rung; names its folder."""
+    patches: tuple[Patch, ...]
+    """Ways to set it, the likeliest first."""
+    way: Variant = field(default_factory=Variant)
+    """What it changes, and how it is tried; its settings are in the patches."""
+    refused: str | None = None
+    """Why there is no need to try."""
+
+    @property
+    def tunes(self) -> str | None:
+        """The rung whose number to search for once it is on the stack."""
+        return self.rung if self.way.tune and self.rung in list_tunables() else None
+
+    @property
+    def family(self) -> Family:
+        return cards()[self.rung.partition("+")[0]].family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What does not change during a climb."""
+
+    enabled: frozenset[str] = frozenset()
+    """Rungs that the configuration has on already: the user's word stands."""
+    devices: int = 1
+    allow: frozenset[str] = frozenset()
+    on_cuda: bool = False
+    cpus: int = 1
+    """For each rank."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Rungs that the training without them already shows to be refused by their plan, and why."""
+    micro_batch: int | None = None
+    """Samples of a loader batch on one rank."""
+    rank_batch: int | None = None
+    """Samples of an optimizer step on one rank."""
+
+    @property
+    def batches_per_step(self) -> float:
+        return max(1.0, self.rank_batch / self.micro_batch) if self.rank_batch and self.micro_batch else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a climb stands."""
+
+    start: Start
+    costs: Costs
+    stack: Stack
+    rows: Sequence[Attempt] = ()
+    """What was tried."""
+
+    @property
+    def height(self) -> int:
+        return count_kept(self.rows)
+
+    def pct(self, ms: float) -> float:
+        return 100 * ms / self.costs.now_ms
+
+
+def choose(known: Position) -> Candidate | str:
+    """What to try next: of the family with the largest ceiling its next open rung; or why there is nothing to try."""
+    ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
+    state, rungs = climb_state(known), sorted(cards().items(), key=lambda rung: FIRST.index(rung[1].family))
+    for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
+        for rung, card in rungs:
+            if CEILING_OF[card.family] == ceiling and rung not in known.start.enabled:
+                for variant in card.list_variants(state):
+                    candidate = _make_candidate(rung, variant)
+                    allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
+                    if allowed and _is_open(candidate, known):
+                        refused = candidate.refused or known.start.refused.get(rung)
+                        return dataclasses.replace(candidate, refused=refused)
+    return _combine_small(known) or _explain_end(known, ceilings)
+
+
+def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
+    none = "" if known.height or select_broken(known.rows) or select_unanswered(known.rows) else "nothing to gain: "
+    if not ceilings:
+        return f"{none}no ceiling is above {WORTH_PCT:g} %"
+    bounds = ", ".join(f"{known.pct(ms):.0f} %, {name}" for name, ms in ceilings.items())
+    return f"{none}no remaining rung is predicted to gain {WORTH_PCT:g} % (upper bound: {bounds})"
+
+
+def climb_state(known: Position) -> ClimbState:
+    """What the variants of a rung may depend on, here and now."""
+    start, costs = known.start, known.costs
+    return ClimbState(
+        on_cuda=start.on_cuda,
+        micro_batch=start.micro_batch,
+        rank_batch=start.rank_batch,
+        one_backward=start.batches_per_step == 1 and not regroups(known.stack),
+        launch_bound=costs.launch_bound,
+        gaps_count=known.pct(costs.gap_ms) >= WORTH_PCT,
+        recount=_is_recount_due(known),
+        stack=known.stack,
+        ended={row.name: row.ended for row in known.rows if row.ended},
+    )
+
+
+def _is_recount_due(known: Position) -> bool:
+    """Whether another number of loader processes is worth a search. The variant for it has the number's name."""
+    costs, rung = known.costs, find_loader_rung()
+    field, number = list_tunables()[rung].field, name_number(rung)
+    if costs.replayed_ms is None or costs.core_ms <= NEAR * costs.replayed_ms:
+        return False
+    measured = [count for count, _ in costs.loaders_ms]
+    if measured and max(measured) <= read_int(known.stack.get(rung), field, 0):
+        return False
+    chosen_at = [
+        row.at + row.kept
+        for row in known.rows
+        if row.name == f"{rung}-{field}" or (number in (row.tuned or {}) and (row.kept or row.rung == rung))
+    ]
+    return max(chosen_at, default=-1) < known.height
+
+
+def _make_candidate(rung: str, variant: Variant) -> Candidate:
+    return Candidate(
+        rung=rung,
+        key=f"{rung}-{variant.name}" if variant.name else rung,
+        patches=tuple(make_patch(rung, **settings) for settings in variant.settings),
+        way=variant,
+        refused=variant.refused,
+    )
+
+
+def _combine_small(known: Position) -> Candidate | None:
+    """Rungs that are each predicted to gain too little, where all of them may gain enough. One trial predicts them."""
+    plain = {rung for rung, card in cards().items() if card.tunes is None or card.tunes.trained != "loader"}
+    latest = {row.key: row for row in known.rows if row.key in plain}
+    now = [row for row in latest.values() if row.at == known.height and row.ended == "small"]
+    small = [row for row in now if known.pct(row.predicted_saved_ms or 0.0) > WORTH_PCT / 10]
+    if len(small) < 2 or known.pct(sum(row.predicted_saved_ms or 0.0 for row in small)) < WORTH_PCT:
+        return None
+    merged = {"rungs": {rung: settings for row in small for rung, settings in row.patch["rungs"].items()}}
+    names = "+".join(merged["rungs"])
+    candidate = Candidate(rung=names, key=names, patches=(merged,))
+    return candidate if _is_open(candidate, known) else None
+
+
+def _is_open(candidate: Candidate, known: Position) -> bool:
+    """Whether an attempt was never made, or may be made once more since the stack has grown."""
+    made = [row for row in known.rows if row.key == candidate.key]
+    if not made or candidate.way.repeats:
+        return True
+    last = made[-1]
+    lost = last.ended == "small" and known.pct(last.predicted_saved_ms or 0.0) < LOST_PCT
+    again = last.ended == "odd" or (last.ended in AGAIN and last.at < known.height and not lost)
+    return again and len(made) <= RETRIES
+
+
+# -- A stack of rungs: what a climb has put on top of the configuration it began with ----------------------------------
+
+
+def apply_patch(stack: Stack, patch: Patch) -> Stack:
+    """A stack with a patch on top."""
+    rungs = patch.get("rungs") or {}
+    return {**stack, **{rung: {**stack.get(rung, {}), **settings} for rung, settings in rungs.items()}}
+
+
+def make_patch(rung: str, **settings: Setting) -> Patch:
+    """What switches one rung on, with these settings."""
+    return {"rungs": {rung: {"enabled": True, **settings}}}
+
+
+def list_overrides(stack: Stack) -> tuple[str, ...]:
+    """The stack as ``key=value`` arguments."""
+    return tuple(
+        f"rungs.{rung}.{key}={json.dumps(value)}" for rung, settings in stack.items() for key, value in settings.items()
+    )
+
+
+def count_batches_per_step(known: Position, stack: Stack) -> float:
+    """Loader batches of an optimizer step with this stack: one where a rung merges them."""
+    return 1.0 if regroups(stack) else known.start.batches_per_step
+
+
+def count_queued(stack: Stack, workers: int) -> int:
+    """Batches that this stack keeps ready: by so many loader processes, and on the device."""
+    return sum(card.batches_ready(stack.get(rung), workers) for rung, card in cards().items())
+
+
+# -- which rungs a training would refuse, and why, as far as one without them shows: no trial has to find that out -----
+
+PLAIN = "32-true"
+"""Lightning's precision where nobody chose one."""
+
+
+def find_refusals(result: Measurement) -> dict[str, str]:
+    """The rungs that their own plan would leave out, and its reason."""
+    facts, known, refused = _assume_facts(result), cards(), {}
+    for name, rung in Ladder().rungs():
+        if known[name].plan_shows_refusal:
+            try:
+                rung.plan(facts)
+            except NotApplicable as reason:
+                refused[name] = str(reason)
+    return refused
+
+
+def _assume_facts(result: Measurement) -> Facts:
+    """What is not known is taken to be no obstacle: a trial with the rung finds out."""
+    loader, model = result.evidence.get("loader") or {}, result.evidence.get("model") or {}
+    precision = result.precision or PLAIN
+    return Facts(
+        device=result.device,
+        precision=precision,
+        own_precision=precision != PLAIN,
+        compiler=machine.cxx_compiler(os.environ),
+        compiled_by_user=("the model",) if model.get("compiled") else (),
+        compile_targets=("unknown",),
+        convs=() if model.get("convs") == 0 else ("unknown",),
+        loader=LoaderFacts(
+            kind=str(loader.get("kind")),
+            map_style=loader.get("map_style") is not False,
+            num_workers=loader.get("num_workers") or 0,
+            pin_memory=loader.get("pin_memory") is True,
+        ),
+    )

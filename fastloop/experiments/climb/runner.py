@@ -1,0 +1,197 @@
+"""The trainings of a climb in fresh supervised processes, within a budget; finished ones are found again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastloop.errors import ConfigError
+from fastloop.experiments.ab import parity_gates, passports, results
+from fastloop.experiments.ab.arms import Ask, ConfigArm, Progress
+from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
+from fastloop.experiments.ab.sides import sides_of
+from fastloop.experiments.climb.attempt import BaseFailed
+from fastloop.experiments.climb.budget import GRACE_S, Budget, Length, Spent
+from fastloop.experiments.climb.candidates import list_overrides
+from fastloop.experiments.climb.interface import Needs, Result, read_result
+from fastloop.experiments.climb.loop import CONFIRM_RUNS
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Job, Trial, finished, forget
+from fastloop.experiments.tune.search import KnownTimes, Tuned, search
+from fastloop.judge import parity
+from fastloop.records.card import Stack
+from fastloop.records.climb import Confirmation
+from fastloop.records.experiment import Gate, Outcome, Sample
+from fastloop.records.plan import Parity
+
+
+class ProcessRunner:
+    """A Runner that trains in fresh processes.
+
+    Args:
+        job: the training that the climb begins with.
+        place: the climb's folder.
+        limit_s: for each training.
+    """
+
+    def __init__(self, job: Job, place: Path, budget: Budget, *, limit_s: float, progress: Progress) -> None:
+        self.job, self.place, self.budget, self._limit_s, self._say = job, place, budget, limit_s, progress
+        self._device: str | None = None
+
+    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
+        """One training of a stack, or the one of an earlier day."""
+        known = finished(self.place / at, ask.variation)
+        if known is not None:
+            self._same_device(known)
+            return read_result(known)
+        arm = self._arm(what, stack)
+        try:
+            arm.config()
+        except ConfigError as error:  # with these rungs; without them it was checked before the climb began
+            return Result(skipped=dict.fromkeys(stack, f"{error.got}: {error.why}"))
+        limits = self._begin(what, need_s)
+        trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._progress)
+        if not trial.ok and limits.total_s < self._limit_s and trial.seconds >= limits.total_s:
+            forget(trial.run_dir)  # the budget ended it: no result of the training
+            raise Spent(what)
+        self._same_device(trial)
+        return read_result(trial)
+
+    def compare_ledgers(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> Outcome:
+        """Whether both stacks saw the same samples; not tested where a training claims no parity."""
+        trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
+        promise = parity_gates.class_of([trial for pair in trials for trial in pair])
+        outcome = parity.outcome(
+            promise, () if promise == "changes-training" else (parity_gates.ledger(trials, promise),)
+        )
+        if outcome.passed is False:
+            _note_passport(outcome, base, arm, pairs)
+        return outcome
+
+    def check_parity(
+        self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]], *, what: str, need_s: float
+    ) -> Outcome:
+        """Ledger and gradient of a stack against the one it was put on; the latter's gradient is taken once."""
+        outcome = self.compare_ledgers(base, arm, pairs)
+        if outcome.passed is False or not outcome.gates:
+            return outcome
+        promise = outcome.parity_class
+        outcome = parity.outcome(promise, (*outcome.gates, self._gradient(at, base, arm, promise, what, need_s)))
+        _note_passport(outcome, base, arm, pairs)
+        return outcome
+
+    def _gradient(self, at: str, base: Stack, arm: Stack, promise: Parity, what: str, need_s: float) -> Gate:
+        limits = self._begin(what, need_s)
+        return parity_gates.gradient(
+            self._arm(_name_stack(base), base),
+            self._arm(_name_stack(arm), arm),
+            self.place / "gradients" / _name_stack(base),
+            self.place / at / "gradient",
+            promise,
+            limits=limits,
+            progress=self._progress,
+        )
+
+    def tune(
+        self, at: str, stack: Stack, key: str, length: Length, given: KnownTimes, *, what: str, need_s: float
+    ) -> Tuned:
+        """The fastest number of a rung."""
+        limits = Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
+        return search(
+            self._arm(what, stack),
+            key,
+            self.place / at,
+            steps=length.steps,
+            warmup=length.warmup,
+            limits=limits,
+            progress=self._progress,
+            resume=True,
+            given=given,
+            begins=lambda label: self.budget.check(f"{what}, {label}", need_s),
+        )
+
+    def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
+        """A fresh A/B of the start against a stack, with all gates."""
+        sides = sides_of([self._arm("naive", {}), self._arm("top", stack)], aa=False)
+        for side in sides:
+            side.folder = self.place / at / side.folder
+        limits = self._begin("confirming the top", need_s, last=True)
+        settings = Settings(
+            runs=CONFIRM_RUNS, steps=length.steps, warmup=length.warmup, limits=limits, seed=self.job.config().run.seed
+        )
+        experiment = Experiment(sides, self.place / at, settings, self._progress)
+        name = self.job.config().name
+        try:
+            experiment.run()
+        except Unplanned as unplanned:
+            raise BaseFailed(read_result(unplanned.trial)) from None
+        except (Spent, KeyboardInterrupt, SystemExit):
+            results.write(experiment, name, partial=True)
+            raise
+        if (failed := experiment.base.failed) is not None:
+            raise BaseFailed(read_result(failed))
+        written = results.write(experiment, name, partial=False)
+        failures = tuple(each.cause or "" for each in written.failures)
+        return Confirmation(**vars(written.comparisons[0]), run_dir=written.run_dir, failures=failures)
+
+    def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
+        """Seconds that this confirmation still takes, see `experiments/ab/experiment.py` for what it does where."""
+        runs = [f"run-{number}" for number in range(CONFIRM_RUNS)]
+        parts = {
+            "base/warm-up": needs.base_s,
+            "1-top/plan": needs.start_s,
+            "parity": needs.gradients_s,
+            "1-top/gradients": needs.gradients_s,
+            **{f"base/{run}": needs.base_s for run in runs},
+            **{f"1-top/{run}": needs.arm_s for run in runs},
+        }
+        return sum(need_s for part, need_s in parts.items() if finished(self.place / at / part) is None)
+
+    def reserve(self, seconds: float) -> None:
+        """Keep so much of the budget for the end."""
+        self.budget.reserve_s = seconds
+
+    def _arm(self, name: str, stack: Stack) -> ConfigArm:
+        return ConfigArm(name=name, job=self.job.override(*list_overrides(stack)))
+
+    def _begin(self, what: str, need_s: float, *, last: bool = False) -> Limits:
+        self.budget.check(what, need_s, last=last)
+        self._say(f"{what}; {self.budget.describe_left()}")
+        return Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
+
+    def _progress(self, line: str) -> None:
+        """Report progress; raise Spent once the budget and its grace are used up."""
+        if self.budget.over():
+            raise Spent(line.partition(":")[0])
+        self._say(f"{line}; {self.budget.describe_left()}")
+
+    def _same_device(self, trial: Trial) -> None:
+        """Rates of two machines do not compare."""
+        found = trial.measurement
+        if trial.ok and found is not None:
+            device = found.device_name or found.device
+            self._device = self._device or device
+            if device != self._device:
+                raise ConfigError(
+                    got=f"{device}",
+                    why=f"this climb began on {self._device}",
+                    do="resume it there, or begin another one here",
+                )
+
+
+def _note_passport(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> None:
+    """In the passport of the one rung in which two stacks differ."""
+    if len(new := set(arm) - set(base)) == 1:
+        trials = [ran.trial for _, ran in pairs if ran.trial]
+        runs = tuple(trial.samples_per_s or 0.0 for trial in trials)
+        passports.keep(new.pop(), outcome, results.hardware(trials), Sample(name="arm", samples_per_s=runs))
+
+
+def _name_stack(stack: Stack) -> str:
+    """Of a stack, for a folder: its rungs, and what tells it from others of the same rungs."""
+    if not stack:
+        return "naive"
+    digest = hashlib.sha256(json.dumps(stack, sort_keys=True).encode()).hexdigest()[:6]
+    return f"{'+'.join(stack)}-{digest}"

@@ -1,0 +1,1 @@
+"""One training in one supervised process: starting it, watching it, ending it, its files."""

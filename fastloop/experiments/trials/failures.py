@@ -1,0 +1,97 @@
+"""What a command ends with where a training failed, was stopped, or could not be written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastloop.config.loading import Config
+from fastloop.errors import FastLoopError
+from fastloop.records.secrets import Scrubber
+from fastloop.records.trial import Trial
+
+
+class Failed(Exception):
+    """A training that raised or was stopped: what to print to stderr, and the exit code."""
+
+    def __init__(self, text: str, *, exit_code: int = 1) -> None:
+        self.exit_code = exit_code
+        super().__init__(text)
+
+
+def failed(trial: Trial) -> Failed:
+    """What to end with where the training as it is did not come to its end."""
+    own = trial.code == 2  # the child's configuration error, in its own words
+    cause = trial.cause or "it was too short to measure a rate"
+    text = trial.tail if own and trial.tail else f"{trial.tail}\nfastloop: the run failed: {cause}"
+    return Failed(text.lstrip("\n"), exit_code=2 if own else 1)
+
+
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that speaks: the further ranks are started with this very command."""
+    return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
+
+
+@contextlib.contextmanager
+def explained(config: Config, where: Path) -> Iterator[None]:
+    """End a training that raised or was stopped with what happened and where the part before it is; no secret in it."""
+    hide = Scrubber(config.values).text
+    report = where / "report.md"
+    before = _written(report)
+
+    def partial() -> str:
+        new = _written(report) not in (None, before)
+        return f"; the earlier steps are in {report}, flagged as partial" if new else ""
+
+    try:
+        yield
+    except FastLoopError as error:
+        raise type(error)(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
+    except KeyboardInterrupt:
+        raise Failed(f"fastloop: interrupted{partial()}" if first_rank() else "", exit_code=130) from None
+    except SystemExit as error:
+        if error.code != 143:  # the user's own
+            raise
+        raise Failed(f"fastloop: terminated{partial()}" if first_rank() else "", exit_code=143) from None
+    except Exception as error:
+        told = "".join(traceback.format_exception(error)).rstrip("\n")
+        last = f"fastloop: the run failed: {type(error).__name__}: {error}{partial()}"
+        raise Failed(hide(f"{told}\n{last}")) from None
+
+
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
+
+
+# -- A disk without room is the machine's doing: it is said as such, wherever a command was when it happened -----------
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+@contextlib.contextmanager
+def writing(where: Path, begins: str | None = None) -> Iterator[None]:
+    """Writing into a run directory; whatever goes wrong otherwise passes.
+
+    Args:
+        begins: the file whose being there says that what was begun can go on, by ``--resume``.
+
+    Raises:
+        FastLoopError: no room is left, or the disk takes nothing; the run directory holds what was written until then.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        what = f"{error.filename}" if error.filename else f"run directory {where}"
+        do = f"free some space, or choose --out on another disk; {where} is incomplete"
+        if begins is not None and (where / begins).is_file():
+            do = f"free some space, then continue with --resume {where}"
+        raise FastLoopError(got=what, why=f"it cannot be written: {error.strerror}", do=do) from error

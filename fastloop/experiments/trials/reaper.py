@@ -1,0 +1,160 @@
+"""Between a command and its supervisor: nothing that the command starts outlives either of the two.
+
+A small process of its own, ``python -m fastloop.experiments.trials.reaper SOCKET COMMAND…``. It starts the command and
+waits for it. When the command has ended, when the supervisor sends a byte, and when the supervisor is gone (killed
+even: the socket then reads as closed), it kills all descendants and ends as the command ended. On Linux
+orphans come to it instead of to init, so those count that left the process group, as torchrun's ranks do; and should
+this process itself be killed, the kernel kills the command.
+Source: prctl(2), PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LIMIT_S = 10.0
+"""A process in an uninterruptible call of the kernel cannot be waited for longer than this."""
+CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Processes that take away shared memory once all who used it have ended…"""
+CLEANERS_S = 2.0
+"""… and get this long for it."""
+
+
+def start(
+    command: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | int | None = None,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a command on a leash, in a session of its own.
+
+    Returns:
+        The leash, which ends as the command ends, and the socket that holds it: closed, or after one byte, it lets
+        nothing live; it reads as closed once the leash has ended.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        line = [sys.executable, "-m", __name__, str(theirs.fileno()), *command]
+        process = subprocess.Popen(
+            line,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            cwd=cwd,
+            env=env,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def main() -> int:
+    """The leash itself."""
+    # Signals to the group are for the command. No SIG_IGN: the command would inherit that.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    held = int(sys.argv[1])  # a bare descriptor: it closes when this process has ended, and no sooner
+    adopt_orphans(True)
+    try:
+        # preexec_fn is safe here: there is no other thread yet.
+        child = subprocess.Popen(sys.argv[2:], preexec_fn=lambda: die_with_parent(signal.SIGKILL))
+    except OSError as error:
+        sys.stderr.write(f"{sys.argv[2]}: {error.strerror or error}\n")
+        return 127
+    threading.Thread(target=_until_let_go, args=(held,), daemon=True).start()
+    code = child.wait()
+    end_descendants()
+    if code < 0:
+        _end_by(-code)
+    return code
+
+
+def adopt_orphans(on: bool) -> None:
+    """Let orphans below this process come to it, and not to init; on Linux only."""
+    _control(PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def die_with_parent(number: int) -> None:
+    """Let this signal end a child when its parent has ended; on Linux only."""
+    _control(PR_SET_PDEATHSIG, number)
+
+
+def _control(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _until_let_go(held: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(held, 1)
+    end_descendants()
+
+
+def list_descendants() -> set[int]:
+    """The numbers of what this process started, and what that started."""
+    return {process.pid for process, _ in _descendants()}
+
+
+def end_descendants(besides: Collection[int] = (), grace_s: float = 0.0) -> None:
+    """Kill what this process started, and what that started, until nothing is left.
+
+    Args:
+        besides: numbers of processes that are left alone.
+        grace_s: what the others get to end by themselves.
+    """
+    begun = time.monotonic()
+    while remaining := [each for each in _descendants() if each[0].pid not in besides]:
+        spent = time.monotonic() - begun
+        if spent > LIMIT_S + grace_s:
+            return
+        for process, cleans in remaining:
+            if spent >= (max(grace_s, CLEANERS_S) if cleans else grace_s):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        time.sleep(0.02)
+
+
+def _descendants() -> list[tuple[psutil.Process, bool]]:
+    """The living ones, and whether each takes away shared memory. A zombie is none."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                line = " ".join(process.cmdline())
+                found.append((process, any(name in line for name in CLEANERS)))
+    return found
+
+
+def _end_by(number: int) -> None:
+    """End by a signal, without a second core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL cannot be set, and need not be
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

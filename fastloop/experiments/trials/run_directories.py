@@ -1,0 +1,158 @@
+"""The directory a command writes into: made for it, never somebody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from fastloop.errors import ConfigError
+from fastloop.records.store import read, safe_name
+
+ROOT = Path("fastloop-runs")
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory to write into, and the directories that were made for it, the innermost first.
+
+    As a context it gives the path, and at the end gives back what was not used.
+    """
+
+    path: Path
+    made: tuple[Path, ...] = ()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Take away what was made and is still empty: a run that never began leaves nothing behind."""
+        with contextlib.suppress(OSError):  # not empty, and so in use
+            for folder in self.made:
+                folder.rmdir()
+
+
+def claim(name: str, out: str | None, *, force: bool = False) -> Place:
+    """Make the directory of a run: `out`, else ``fastloop-runs/<name>/<utc>``.
+
+    Raises:
+        ConfigError: it is there and not empty (and not `force`), or cannot be written.
+    """
+    path, place = unclaimed(name, out), Place(Path())
+    try:
+        if out is not None and path.is_dir() and any(path.iterdir()) and not force:
+            raise ConfigError(
+                got=f"--out {out}",
+                why="the directory exists and is not empty",
+                do="choose another directory, or add --force to write into this one",
+            )
+        place = _make(path) if out is not None else _make_fresh(path)
+        probe = place.path / f".fastloop-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        place.give_back()
+        raise _unwritable(path, error) from None
+    return place
+
+
+def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | None, holds: str) -> Place:
+    """The directory of something that can go on in a later call: a new one, or that of an earlier call.
+
+    Args:
+        holds: the file that everything of this kind writes first.
+
+    Raises:
+        ConfigError: as `claim`; nothing of this kind began in `resume`, or `out` is elsewhere.
+    """
+    if resume is None:
+        return claim(name, out, force=force)
+    if out is not None and Path(out) != Path(resume):
+        raise ConfigError(
+            got=f"--out {out} with --resume {resume}", why="a resumed run stays in its directory", do="drop --out"
+        )
+    if read(Path(resume) / holds) is None:
+        raise ConfigError(
+            got=f"--resume {resume}",
+            why=f"it contains no readable {holds}, so there is nothing to resume",
+            do="write the directory that the earlier call printed, or drop --resume",
+        )
+    return Place(Path(resume))
+
+
+def describe_partial(path: Path) -> str:
+    """What to say where something that can go on was stopped."""
+    return f"fastloop: partial results are in {path}; continue with --resume {path}"
+
+
+def unclaimed(name: str, out: str | None) -> Path:
+    """Where a run goes as far as its command line tells: the ranks that write nothing need no more."""
+    return Path(out).expanduser() if out is not None else ROOT / safe_name(name) / _utc()
+
+
+def _make(path: Path) -> Place:
+    missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+    path.mkdir(parents=True, exist_ok=True)
+    return Place(path, missing)
+
+
+def _make_fresh(path: Path) -> Place:
+    """The path, or one beside it: two runs may start in the same second."""
+    parents = _make(path.parent).made
+    for count in itertools.count(1):
+        fresh = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        with contextlib.suppress(FileExistsError):
+            fresh.mkdir()
+            break
+    return Place(fresh, (fresh, *parents))
+
+
+def _utc() -> str:
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        got=f"run directory {path}",
+        why=f"it cannot be written: {error.strerror or error}",
+        do="choose another --out, where you can write and there is space",
+    )
+
+
+@contextlib.contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Keep other commands of this kind out of a directory, for as long as this process lives at most.
+
+    Raises:
+        ConfigError: another one is at work there, or it cannot be written.
+    """
+    import fcntl  # here: who only asks for help needs none, wherever it is
+
+    lock = path / LOCK
+    try:
+        file = lock.open("a+")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ConfigError(
+                got=f"run directory {path}",
+                why="another fastloop is using it",
+                do="wait for it, or choose another --out",
+            ) from None
+        except OSError:  # a file system without locks: nobody else has one
+            pass
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)

@@ -1,0 +1,218 @@
+"""What goes along with a command of the user's: an entry point for Lightning, orders, a place to tell what happened.
+
+A private directory, first on the PYTHONPATH of that command and gone when it has ended; one of a fastloop that was
+killed is taken away by the next. Nothing is installed, and no other Trainer of this machine sees it. The other end is
+``bridge/trials/script_callback.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from fastloop.config.interpolation import escape
+from fastloop.config.layers import Leaf, flatten, nest
+from fastloop.config.loading import DEFAULT, Config
+from fastloop.errors import ConfigError
+from fastloop.records import store
+from fastloop.records.store import decode, read
+from fastloop.records.trial import ScriptEvent, ScriptOrders
+
+ORDERS, EVENTS = "FASTLOOP_EXEC", "events.jsonl"
+"""As in ``bridge/trials/script_callback.py``."""
+GROUPS = {
+    "lightning.pytorch": "callbacks",
+    "pytorch_lightning": "callbacks",
+    "lightning.fabric": "fabric",
+    "lightning_fabric": "fabric",
+}
+"""Who asks for callbacks, and which function of ours answers. Source: lightning/fabric/utilities/registry.py."""
+DOOR = '''"""Of one fastloop command; gone when that has ended."""
+
+import contextlib
+import json
+import os
+import sys
+
+
+def _ours(name):
+    place = os.path.dirname(__file__)
+    if os.environ.get("FASTLOOP_EXEC", "") != os.path.join(place, "orders.json"):
+        return []
+    try:
+        try:
+            import fastloop.errors
+        except ImportError:
+            sys.modules.pop("fastloop", None)
+            sys.path.append({home!r})
+        from fastloop.bridge.trials import script_callback
+
+        return getattr(script_callback, name)()
+    except Exception as error:
+        why = f"{{type(error).__name__}}: {{error}}"
+        with contextlib.suppress(OSError), open(os.path.join(place, "events.jsonl"), "a") as file:
+            file.write(json.dumps({{"event": "broken", "why": why}}) + "\\n")
+        with open(os.environ["FASTLOOP_EXEC"]) as file:
+            if json.load(file).get("disposable"):  # it would train to its end, and overwrite its checkpoints
+                raise SystemExit("fastloop cannot be imported by this Python: " + why)
+        return []
+
+
+def callbacks():
+    return _ours("callbacks")
+
+
+def fabric():
+    return _ours("fabric")
+'''
+"""What the entry points lead to: fastloop, or where the command's Python cannot import it, nothing and the reason."""
+PREFIX, OWNER = "fastloop-exec-", "owner.json"
+"""Names of the directory, and of the file in it that says which process it belongs to."""
+
+
+@contextlib.contextmanager
+def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path]]:
+    """The variables that carry orders into a command, and the private directory, which is gone afterwards."""
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        private = Path(folder).resolve()
+        (private / OWNER).write_text(json.dumps({"pid": os.getpid(), "machine": _machine()}), encoding="utf-8")
+        package = private / "fastloop_exec-0.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fastloop-exec\nVersion: 0\n")
+        (package / "entry_points.txt").write_text(
+            "".join(
+                f"[{group}.callbacks_factory]\nfastloop = _fastloop_exec:{answers}\n"
+                for group, answers in GROUPS.items()
+            )
+        )
+        (private / "_fastloop_exec.py").write_text(DOOR.format(home=str(Path(__file__).parents[3])), encoding="utf-8")
+        store.write(private, {"orders.json": store.dump(orders, ascii_only=True)})
+        path = [str(private), *filter(None, [environ.get("PYTHONPATH")])]
+        yield {ORDERS: str(private / "orders.json"), "PYTHONPATH": os.pathsep.join(path)}, private
+
+
+def _machine() -> list[str]:
+    """Where a process number means something: containers may share a temporary directory, and hosts too."""
+    with contextlib.suppress(OSError):
+        return [platform.node(), str(Path("/proc/self/ns/pid").readlink())]
+    return [platform.node()]
+
+
+def _sweep() -> None:
+    """Take away the directories of this user's whose process was killed on this machine."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            mine = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+            owner = (read(folder / OWNER) or {}) if mine else {}
+            if owner.get("machine") == _machine() and not _lives(int(owner["pid"])):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of it until somebody asks how it ended."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def happened(private: Path) -> list[ScriptEvent]:
+    """What the callbacks in a command have told."""
+    try:
+        lines = (private / EVENTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    told = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # cut short, where a rank was killed
+            told.append(decode(json.loads(line), ScriptEvent))
+    return [event for event in told if event is not None]
+
+
+def make_orders(config: Config, out: Path) -> ScriptOrders:
+    """To train as it is with what of a configuration differs from the defaults; only what a callback heeds."""
+    written = {
+        path: Leaf(value, DEFAULT)
+        for path, value in flatten(config.values)
+        if path[0] in ("watch", "strict", "rungs") and config.origins[".".join(path)] != DEFAULT
+    }
+    return ScriptOrders(out=str(out.absolute()), config=dict(escape(nest(written))))
+
+
+def check(command: Sequence[str]) -> None:
+    """Raises ConfigError where there is no such command."""
+    if not command:
+        raise ConfigError(
+            got="no command",
+            why="there is nothing to run",
+            do="write it after two dashes: fastloop exec -- python train.py",
+        )
+    if shutil.which(command[0]) is None:
+        script = command[0].endswith(".py") and Path(command[0]).is_file()
+        why = "it is a script that is not executable" if script else "there is no such command"
+        do = f"write python {command[0]}" if script else "write the command as you would in a shell"
+        raise ConfigError(got=repr(command[0]), why=why, do=do)
+
+
+def name_of(command: Sequence[str]) -> str:
+    """What people call it: the script's name, or that of the module or program."""
+    script = next((Path(part).stem for part in command if part.endswith(".py")), None)
+    if script is None and "-m" in command[:-1]:
+        script = command[command.index("-m") + 1].rpartition(".")[2]
+    return script or Path(command[0]).stem
+
+
+# -- what became of it ------------------------------------------------------------------------------------------------
+
+
+def notes(events: Sequence[ScriptEvent]) -> list[str]:
+    """What to know beside a measurement."""
+    trained = sum(event.event == "fit_began" for event in events)
+    said = [f"fit was called {trained} times: the first that trained was measured"] if trained > 1 else []
+    return said + [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
+
+
+def unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
+    """Why a command has left no measurement, in one line."""
+    last = {event.event: event for event in events}
+    after = f" with exit code {code}" if code else ""
+    if "broken" in last:
+        return f"fastloop cannot be imported by the Python of {name}: {last['broken'].why}"
+    if "gave_up" in last:
+        return f"fastloop stayed out of {name}: {last['gave_up'].why}"
+    if "constructed" not in last and "fabric" in last:
+        return f"{name} uses Lightning's Fabric without a Trainer, so there is no loop to measure"
+    if "constructed" not in last and code:
+        return f"{name} ended{after} before it made a Trainer"
+    if "constructed" not in last:
+        return f"{name} is not a Lightning script: it ended without making a Trainer (python -I and -E hide it, too)"
+    if "yielded" in last and "fit" not in last:
+        return f"{name} already has a FastLoop, which writes its own report"
+    if "fit" not in last:
+        return f"{name} made a Trainer, but never called fit"
+    why = f": {last['exception'].why}" if "exception" in last else ""
+    if "fit_began" not in last:
+        return f"the fit of {name} ended before its first step{why}"
+    if "fit_ended" in last:
+        return f"the fit of {name} ended without a report{why}"
+    return f"{name} ended{after} inside its fit{why}"
+
+
+def began_at(events: Sequence[ScriptEvent]) -> int | None:
+    """The step at which the measured fit began, where that was told; more than 0 where a checkpoint was loaded."""
+    return next((event.step for event in events if event.event == "fit_began" and event.measured), None)
+
+
+def step_of(events: Sequence[ScriptEvent]) -> int | None:
+    """The step at which the measured fit ended, where that was told."""
+    ends = [event for event in events if event.event in ("fit_ended", "exception") and event.measured]
+    return next((event.step for event in ends), None)

@@ -1,0 +1,250 @@
+"""One command in a process of its own, watched to its end: whatever it does, the wait for it ends in time.
+
+Slow is not hung: a command may take as long as its total limit, as long as it shows a sign of life now and then, by its
+output, by the step it writes into ``beat``, or by what any of its processes computes. So one that hangs and computes,
+as NCCL and CUDA do while they wait, ends by the total limit only (NCCL's own is 10 minutes). What a command has others
+compute for it, as srun and docker do, is not seen. Whichever way it ends, nothing that it started is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fastloop.experiments.trials import reaper
+from fastloop.experiments.trials.stack_traces import ask, split
+
+STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
+LOOK_S = 0.5
+"""Between two looks at a command."""
+WORK_S, BUSY = 5.0, 0.05
+"""Between two looks at the processors, each of which reads the list of all processes; and from which share of one on a
+process computes. What idles in the background, such as a watchdog, needs less."""
+SAY_S = 5.0
+"""Between two lines of progress."""
+MOST_OUTPUT = 2**30
+"""Bytes. A command that writes more than this is ended before it fills the disk."""
+MOST_READ = 2**20
+"""Bytes of the end of stderr that are looked at: the stacks of many processes are long."""
+TAIL_LINES, BESIDE_STACKS = 12, 4
+"""Lines that are kept of it; the second beside the stacks of threads."""
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a command may take, in seconds."""
+
+    total_s: float = 3600.0
+    silent_s: float = 600.0
+    """Without a sign of life: neither output nor another step, nor work of a processor."""
+    grace_s: float = 12.0
+    """Between SIGTERM and SIGKILL; a training writes its partial report in that time (`bridge/fit/shutdown`: 8 s)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    """Exit code; the negative number of the signal that ended it."""
+    cause: str | None
+    """What went wrong, in one line; None where it ended by itself with 0."""
+    seconds: float
+    last_step: int | None
+    """As far as its ``beat`` says."""
+    tail: str
+    """The last lines of its stderr, without control sequences; of stacks that it wrote, the innermost frames."""
+
+
+def supervise(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    limits: Limits | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stacks: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Ended:
+    """Run a command to its end; its output goes to files in `folder`.
+
+    Args:
+        stdin: a descriptor it reads from.
+        stacks: before it is ended for being silent, it is asked by SIGUSR2 to write where it stands.
+        progress: takes a line every few seconds.
+
+    Raises:
+        OSError: `folder` cannot be written.
+        KeyboardInterrupt, SystemExit: whatever is raised while it waits, once the command and all it started are gone.
+    """
+    limits = limits or Limits()
+    for name in (STDOUT, STDERR, BEAT):
+        (folder / name).unlink(missing_ok=True)
+    begun = time.monotonic()
+    with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
+        started = reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
+        with _held(started, limits.grace_s) as (process, hold):
+            why = _wait(hold, folder, limits, progress, _Work(process.pid, min(WORK_S, limits.silent_s / 4)))
+            if why is not None and stacks:
+                ask(process.pid)
+                _gone(hold, LOOK_S)
+    step, tail = steps_done(folder)[0], last_lines(folder / STDERR)
+    return Ended(
+        code=process.returncode,
+        cause=_cause(process.returncode, why, step, tail),
+        last_step=step,
+        tail=tail,
+        seconds=time.monotonic() - begun,
+    )
+
+
+@contextlib.contextmanager
+def _held(
+    started: tuple[subprocess.Popen[bytes], socket.socket], grace_s: float
+) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """Whatever happens inside: afterwards the command has ended, with all it started."""
+    process, hold = started
+    try:
+        try:
+            yield started
+        finally:
+            if not _gone(hold, 0):
+                _signal(process, signal.SIGTERM)
+                _gone(hold, grace_s)
+    finally:  # also where the grace was cut short
+        with contextlib.suppress(OSError):
+            hold.send(b".")
+        _gone(hold, reaper.LIMIT_S + 1)
+        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group's number is still its own
+        process.wait()
+        hold.close()
+
+
+class _Work:
+    """What the processes below one compute, each by itself: the little that many idle ones need adds up."""
+
+    def __init__(self, pid: int, every_s: float) -> None:
+        self._pid, self._every_s = pid, every_s
+        self._at, self._before = time.monotonic(), dict[psutil.Process, float]()
+
+    def done(self, now: float) -> bool:
+        """Whether one of them has computed since the last look, if it is time for one."""
+        if now - self._at < self._every_s:
+            return False
+        spent = self._spent()
+        enough = BUSY * (now - self._at)
+        busy = any(seconds - self._before.get(each, 0.0) > enough for each, seconds in spent.items())
+        self._at, self._before = now, spent
+        return busy
+
+    def _spent(self) -> dict[psutil.Process, float]:
+        """Seconds of each, with those of its children that have ended."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(self._pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    found[each] = sum(each.cpu_times()[:4])
+        return found
+
+
+def _wait(
+    hold: socket.socket, folder: Path, limits: Limits, progress: Callable[[str], None] | None, work: _Work
+) -> str | None:
+    """Wait for the end; why it is to be ended, None where it has ended by itself."""
+    begun = alive = said = time.monotonic()
+    before = _signs(folder)
+    while not _gone(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
+        now, signs = time.monotonic(), _signs(folder)
+        if work.done(now) or signs != before:
+            before, alive = signs, now
+        if now - begun > limits.total_s:
+            return f"exceeded its time limit of {limits.total_s:g} s"
+        if now - alive > limits.silent_s:
+            return f"hung: no step, output or CPU use for {limits.silent_s:g} s"
+        if sum(size for _, size in signs) > MOST_OUTPUT:
+            return f"wrote more than {MOST_OUTPUT >> 20} MiB of output"
+        if progress is not None and now - said > SAY_S:
+            said = now
+            step, steps = steps_done(folder)
+            at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
+            progress(f"{at}, {now - begun:.0f} s")
+    return None
+
+
+def _signs(folder: Path) -> tuple[tuple[int, int], ...]:
+    """What changes while a command lives: times and sizes of the files it writes."""
+    return tuple(_stamp(folder / name) for name in (STDOUT, STDERR, BEAT))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        seen = path.stat()
+    except OSError:
+        return 0, 0
+    return seen.st_mtime_ns, seen.st_size
+
+
+def _gone(hold: socket.socket, patience_s: float) -> bool:
+    """Whether the leash has ended, or does within this time."""
+    return bool(select.select([hold], [], [], patience_s)[0])
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses once all of the group have ended
+        os.killpg(process.pid, number)
+
+
+def steps_done(folder: Path) -> tuple[int | None, int | None]:
+    """Optimizer steps done and to be done, as the command's ``beat`` says; None where it says nothing."""
+    try:
+        step, steps = (folder / BEAT).read_text().split()
+        return int(step), int(steps) if int(steps) > 0 else None
+    except (OSError, ValueError):
+        return None, None
+
+
+def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
+    """The end of a text file, without control sequences; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MOST_READ))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    kept = [line for line in _CONTROL.sub("", text.replace("\r", "\n")).splitlines() if line.strip()]
+    stacks, rest = split(kept)
+    return "\n".join([*stacks, *rest[-(min(lines, BESIDE_STACKS) if stacks else lines) :]])
+
+
+def _cause(code: int, why: str | None, step: int | None, tail: str) -> str | None:
+    at = "" if step is None else f" at step {step}"
+    if why is not None:
+        return f"{why}{at}; it was ended"
+    if code == 0:
+        return None
+    if code < 0:
+        name = _name(-code)
+        guess = ": out of memory, or killed from outside" if name == "SIGKILL" else ""
+        return f"killed by {name}{at}{guess}"
+    last = tail.splitlines()[-1].strip() if tail else "it said nothing"
+    return f"exit code {code}{at}: {last}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,229 @@
+"""One arm of an experiment: one training of a configuration, in one fresh and supervised process.
+
+The child is ``python -m fastloop.experiments.trials.trial_process``. It reads what to do from its standard input, an
+unlinked file that every rank can read, so that a secret on the command line reaches neither the disk nor the
+list of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastloop.config.loading import Config, load
+from fastloop.errors import ConfigError
+from fastloop.experiments.trials import supervise
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.records import store
+from fastloop.records.measurement import Measurement
+from fastloop.records.run_files import MEASUREMENT
+from fastloop.records.secrets import Scrubber
+from fastloop.records.trial import ANSWERS, TrialAnswer
+from fastloop.records.trial import Trial as Trial
+from fastloop.records.trial import Variation as Variation
+
+CHILD = "fastloop.experiments.trials.trial_process"
+TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
+NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
+"""What a trial writes into its directory beside the files of a run."""
+UNWRITTEN = "checkpoints outside of the run directories were left alone: the time of writing them is missing"
+PER_RANK = ("ledger*.json", "gradients*.pt")
+
+_NOT_FOR_CHILDREN = (
+    "FASTLOOP_",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_",
+    "PL_",
+)
+"""Variables that would make the child a rank of something else, or take its port, or switch it off."""
+
+
+ONE_PLAIN_STEP = (
+    "run.devices=1",
+    "run.resume=null",
+    "watch.trace_steps=0",
+    "trainer.strategy=auto",
+    "trainer.num_nodes=1",
+    "trainer.accumulate_grad_batches=1",
+    "trainer.limit_val_batches=0",
+    "trainer.logger=false",
+    "trainer.enable_checkpointing=false",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train. Paths are relative to the working directory."""
+
+    conf: str
+    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    variation: Variation = "as_it_is"
+    hunt_syncs: bool = False
+    """Name the lines of the user's code at which the device is waited for."""
+    further_steps: int = 0
+    """Optimizer steps after those of the configuration, for what is not timed."""
+    ledger: bool = False
+    """Write down which samples each optimizer step saw, see `bridge/trials/sample_ledger.py`."""
+    reference: str | None = None
+    """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
+    counts: tuple[int, ...] = ()
+    """Of ``loader``: numbers of workers to measure one after the other; empty: the loader as it is."""
+    enough_ms: float | None = None
+    """Of ``loader``: with a number of workers that takes less for a step, it ends."""
+
+    def config(self) -> Config:
+        """The checked configuration; raises ConfigError."""
+        return load(self.conf, more=self.more, overrides=self.overrides)
+
+    def override(self, *overrides: str) -> Job:
+        """The same with further overrides."""
+        return dataclasses.replace(self, overrides=(*self.overrides, *overrides))
+
+    def counted(self) -> Job:
+        """The trial that counts the work of one sample of this training."""
+        return dataclasses.replace(self.override(*ONE_PLAIN_STEP), variation="flops", hunt_syncs=False)
+
+
+def run_trial(
+    name: str, job: Job, run_dir: Path, *, limits: Limits | None = None, progress: Callable[[str], None] | None = None
+) -> Trial:
+    """Train in a fresh process, to its end or to a limit.
+
+    Args:
+        run_dir: for the files of the run and of the trial; what an earlier one left in it is deleted.
+        progress: takes a line every few seconds.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or FASTLOOP_DISABLE or a launcher's variables are set.
+        KeyboardInterrupt, SystemExit: it was stopped; the training has then ended, with a partial report.
+    """
+    refuse(
+        os.environ,
+        why="each trial starts its own ranks",
+        do="run this command once, without torchrun or srun; run.devices sets the ranks",
+    )
+    hide = Scrubber(job.config().values).text
+    run_dir.mkdir(parents=True, exist_ok=True)
+    clear(run_dir)
+    say = None if progress is None else (lambda line: progress(f"{name}: {line}"))
+    with _request(job, run_dir) as request:
+        ended = supervise.supervise(
+            [sys.executable, "-m", CHILD],
+            run_dir,
+            limits=limits,
+            env=environment(os.environ),
+            stdin=request,
+            stacks=True,
+            progress=say,
+        )
+    measurement, answer = load_results(run_dir, job.variation)
+    cause = ended.cause and _in_its_words(ended.cause, ended.tail)
+    if cause is None and (answer if job.variation in ANSWERS else measurement) is None:
+        cause = "it ended without a result"
+    trial = Trial(
+        name=name,
+        ok=cause is None,
+        cause=cause and hide(cause),
+        seconds=ended.seconds,
+        run_dir=run_dir,
+        code=ended.code,
+        last_step=ended.last_step,
+        tail=hide(ended.tail) if cause else "",
+        measurement=measurement,
+        answer=answer,
+        unsaved=(run_dir / UNSAVED).is_file(),
+    )
+    store.save(run_dir, {TRIAL: trial})
+    return trial
+
+
+def load_results(run_dir: Path, variation: Variation) -> tuple[Measurement | None, TrialAnswer | None]:
+    """What a trial has left in its directory: the measurement of its run, and the answer where it has one."""
+    kind = ANSWERS.get(variation)
+    answer = None if kind is None else store.load(run_dir / ANSWER, kind)
+    return store.load(run_dir / MEASUREMENT, Measurement), answer
+
+
+def forget(run_dir: Path) -> None:
+    """Take away what a trial wrote that could not begin, and its directory if that is then empty."""
+    clear(run_dir)
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
+
+
+def clear(run_dir: Path) -> None:
+    """Delete what a run and a trial write into a directory."""
+    store.clear(run_dir)
+    for name in NAMES:
+        (run_dir / name).unlink(missing_ok=True)
+    for path in (path for pattern in PER_RANK for path in run_dir.glob(pattern)):
+        path.unlink(missing_ok=True)
+
+
+def finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:
+    """A trial of an earlier day, if it came to its end there and was ok."""
+    trial = store.load(run_dir / TRIAL, Trial)
+    if trial is None or not trial.ok:
+        return None
+    measurement, answer = load_results(run_dir, variation)
+    return dataclasses.replace(trial, run_dir=run_dir, measurement=measurement, answer=answer)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a child: it finds what this process finds, and is no part of another run."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_FOR_CHILDREN)}
+    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return {**kept, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1"}
+
+
+def _in_its_words(cause: str, tail: str) -> str:
+    """The cause, or what the child's own error said of it: got X: why."""
+    said = tail.rpartition("fastloop: got ")[2].splitlines()
+    if not cause.startswith("exit code") or len(said) < 2 or not said[1].startswith("  why "):
+        return cause
+    return f"{said[0]}: {said[1].removeprefix('  why ')}"
+
+
+def refuse(environ: Mapping[str, str], *, why: str, do: str) -> None:
+    """Raise ConfigError where nothing would be measured, or where this process is one rank of several.
+
+    Args:
+        why: this command is no rank's; ``do``: what to write instead.
+    """
+    if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
+        raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
+    if environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(got=f"WORLD_SIZE={environ['WORLD_SIZE']}", why=why, do=do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a child reads on its standard input."""
+
+    job: Job
+    out: str
+    """The run directory."""
+
+
+@contextlib.contextmanager
+def _request(job: Job, run_dir: Path) -> Iterator[int]:
+    """A descriptor that reads as the child's orders."""
+    with tempfile.TemporaryFile() as file:
+        file.write(store.dump(Request(job=job, out=str(run_dir.absolute())), ascii_only=True).encode())
+        file.flush()
+        file.seek(0)
+        yield file.fileno()

@@ -1,0 +1,92 @@
+"""The process of one trial: also run by the ranks that Lightning starts.
+
+``python -m fastloop.experiments.trials.trial_process``.
+
+It is told what to do on its standard input, writes the step it is at into ``beat``, and answers by the files of its
+directory and its exit code. SIGUSR2 makes it write where each of its threads stands.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastloop.config.loading import Config
+from fastloop.errors import FastLoopError
+from fastloop.experiments.trials import supervise
+from fastloop.experiments.trials.failures import Failed, explained, first_rank
+from fastloop.experiments.trials.trial import ANSWER, UNSAVED, Job, Request
+from fastloop.records import store
+from fastloop.records.run_files import PlanFile
+
+
+def main() -> int:
+    """Do what is asked on stdin; the exit code."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    request = read_request()
+    out, job = Path(request.out), request.job
+    try:
+        config = job.config()
+        with explained(config, out):
+            answer = _do(job, config, out)
+    except FastLoopError as error:
+        return _end(f"fastloop: {error}", error.exit_code)
+    except Failed as failure:
+        return _end(str(failure), failure.exit_code)
+    if answer is not None and first_rank():
+        store.write(out, {ANSWER: store.dump({"schema": store.SCHEMA, **answer})})
+    return 0
+
+
+def read_request() -> Request:
+    """The request on stdin. Read by position: the ranks share the file with the first of them."""
+    content = json.loads(os.pread(0, os.fstat(0).st_size, 0))
+    os.lseek(0, 0, os.SEEK_END)  # for the user's code, stdin is empty
+    request = store.decode(content, Request)
+    assert request is not None, content
+    return request
+
+
+def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
+    # Imported here, so that a wrong key is reported before torch is imported.
+    from fastloop.bridge.fit import dry_run
+    from fastloop.bridge.trials import ceilings, gradient_probe, loader_alone, work_count
+
+    beat = out / supervise.BEAT
+    answering: dict[str, Callable[[], Mapping[str, Any]]] = {
+        "rates": work_count.measure_rates,
+        "flops": lambda: work_count.count_flops(config, beat),
+        "loader": lambda: loader_alone.measure(config, beat, job.counts, job.enough_ms),
+        "plan": lambda: store.to_json(PlanFile.of(dry_run.dry_run(config).plan)),
+        "gradients": lambda: gradient_probe.measure(config, out, beat, Path(job.reference) if job.reference else None),
+    }
+    if job.variation in answering:
+        return answering[job.variation]()
+    ceilings.train(
+        config,
+        out,
+        job.variation,
+        beat=beat,
+        hunt_syncs=job.hunt_syncs,
+        ledger=job.ledger,
+        further_steps=job.further_steps,
+        unsaved=out / UNSAVED,
+    )
+    return None
+
+
+def _end(text: str, code: int) -> int:
+    if text:
+        sys.stderr.write(f"{text}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One number of one rung, searched by training."""

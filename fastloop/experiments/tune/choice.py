@@ -1,0 +1,171 @@
+"""Which values of a rung's one number are tried, and which of them is chosen: decisions without a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fastloop.ladder import cards
+from fastloop.records.card import SearchSpace, Tunable
+from fastloop.records.tuning import Point
+from fastloop.report.run.summary import short
+
+WORSE = 0.03
+"""Two values in a row that are slower by more end a search."""
+FEW = 3
+"""As many worker counts are trained with one by one: asking the loader alone first would take longer."""
+AMPLE = 0.8
+"""A loader that needs less than this share of what the rest of the step takes is not the limit."""
+HEADROOM = 0.7
+"""Nor will it be beside a training that wants CPUs too: a climb takes the first count below this without training."""
+FASTER = 0.9
+"""Of the time with fewer: more workers whose loader needs more than this share of it are no faster."""
+HOPE = 1.5
+"""Workers share the work no better than evenly, by more than this share of what would be enough."""
+
+
+def list_tunables() -> dict[str, Tunable]:
+    """The number of each rung that can be searched for, by rung, in the ladder's order."""
+    return {rung: card.tunes for rung, card in cards().items() if card.tunes is not None}
+
+
+def name_number(rung: str) -> str:
+    """The full name of a rung's number: ``rungs.workers.count``."""
+    return f"rungs.{rung}.{list_tunables()[rung].field}"
+
+
+def find_loader_rung() -> str:
+    """The rung whose number a loader trial varies."""
+    return next(rung for rung, number in list_tunables().items() if number.trained == "loader")
+
+
+def choose(ms: Mapping[int, float], tolerance: float) -> int | None:
+    """The smallest value that is slower than the fastest by no more than this share; None where there is none."""
+    return min((value for value in ms if ms[value] <= min(ms.values()) * (1 + tolerance)), default=None)
+
+
+def list_values(
+    what: str, *, cpus: int = 1, micro: int = 1, window: int = 1, yours: int | None = None
+) -> tuple[int, ...]:
+    """The values to try, ascending.
+
+    Args:
+        cpus: for each rank.
+        micro: samples of a loader batch.
+        window: loader batches of an optimizer step on one rank.
+        yours: what the user wrote, which is tried too.
+    """
+    space = SearchSpace(cpus=cpus, micro_batch=micro, batches_per_step=window)
+    return tuple(sorted({*list_tunables()[what].values(space), *(() if yours is None else (yours,))}))
+
+
+def is_hopeless(ms: Sequence[float | None]) -> bool:
+    """Whether the last two of these tries, in the order in which they were made, are slower than the best, or failed.
+
+    None: it failed.
+    """
+    best = min((each for each in ms if each is not None), default=math.inf)
+    return len(ms) > 2 and all(each is None or each > best * (1 + WORSE) for each in ms[-2:])
+
+
+def next_value(
+    tried: Mapping[int, float | None],
+    bounds: Mapping[int, float],
+    rest_ms: float,
+    values: Sequence[int],
+    tolerance: float,
+) -> int | None:
+    """The value to train with next, where it is known what each can give at most; None: enough is known.
+
+    First the one that promises most, then its neighbours, as long as they could still change the choice.
+
+    Args:
+        tried: step time by value; None: it failed.
+        bounds: by value, the time that its loader and the rest of the step leave possible.
+        rest_ms: the step without its loader: what is possible where a loader was not measured.
+    """
+    known = {value: ms for value, ms in tried.items() if ms is not None}
+    if not known:
+        left = {value: ms for value, ms in bounds.items() if value not in tried}
+        return choose(left, tolerance) if len(tried) < 2 else None
+    best, fastest = choose(known, tolerance), min(known.values())
+    at = values.index(best) if best in values else -1
+    above, below = values[at + 1 : at + 2], values[max(0, at - 1) : max(0, at)]
+    for value in above:
+        if value not in tried and bounds.get(value, rest_ms) < fastest * (1 - tolerance):
+            return value
+    for value in below:
+        if value not in tried and bounds.get(value, rest_ms) <= fastest * (1 + tolerance):
+            return value
+    return None
+
+
+def pick_worth_measuring(counts: Sequence[int], one_ms: float | None, enough_ms: float | None) -> tuple[int, ...]:
+    """The counts whose loader is worth a measurement: those that can be enough, and the one below them; two at least.
+
+    Args:
+        one_ms: what a single process takes for a step, about.
+    """
+    if one_ms is None or enough_ms is None:
+        return tuple(counts)
+    small = [count for count in counts if one_ms / count > HOPE * enough_ms]
+    return tuple(counts[max(0, min(len(small) - 1, len(counts) - 2)) :])
+
+
+def pick_promising(loader_ms: Mapping[int, float], rest_ms: float | None) -> tuple[int, ...]:
+    """The smallest count with headroom; where loading stays the limit, the two whose loaders are the fastest."""
+    enough = [count for count, ms in loader_ms.items() if rest_ms is not None and ms <= HEADROOM * rest_ms]
+    if enough:
+        return (min(enough),)
+    return tuple(sorted(sorted(loader_ms, key=lambda count: loader_ms[count])[:2]))
+
+
+def explain(
+    what: str,
+    points: Sequence[Point],
+    base: int,
+    best: int | None,
+    yours: int | None,
+    loader_ms: Mapping[int, float],
+    rest_ms: float | None,
+) -> str:
+    """What a search found, in a sentence or two.
+
+    Args:
+        points: what was tried.
+        base: the value that stands for the training without the rung.
+        best: what was chosen.
+        loader_ms: what the loader alone takes for a step, by value, where it was measured.
+        rest_ms: what the step takes without its loader.
+    """
+    ms = {each.value: each.step_ms for each in points if each.step_ms is not None}
+    others, first = {value: each for value, each in ms.items() if value != base}, {each.value: each for each in points}
+    number = list_tunables()[what]
+    pct = f"{100 * number.tolerance:g} %"
+    if base not in ms:
+        text = f"the unchanged training failed: {first[base].why}" if base in first else "nothing was measured"
+    elif not others:
+        causes = [each.why for each in points if each.value != base]
+        text = f"no value could be measured: {causes[0]}" if causes else number.no_values
+    elif best is None:
+        fastest = min(others, key=lambda value: others[value])
+        text = (
+            f"no value is more than {pct} faster than the training without {what}: {short(others[fastest], 'ms')}"
+            f" a step with {fastest}, {short(ms[base], 'ms')} without"
+        )
+    else:
+        text = (
+            f"{best} is the smallest value within {pct} of the fastest: {short(ms[best], 'ms')} a step,"
+            f" {short(ms[base], 'ms')} without {what}"
+        )
+    if number.trained == "replayed" and others:
+        text += "; measured on replayed batches, which do not wait for the loader"
+    if yours is not None and yours != best:
+        text += f"; your value {yours} stays in effect" + ("" if best is None else " until you apply the patch")
+    if loader_ms:
+        alone = ", ".join(f"{short(each)} with {value}" for value, each in loader_ms.items())
+        text += f"; alone, its loader takes {alone}, and the rest of the step {short(rest_ms, 'ms')}"
+    if best is None:
+        return text
+    doubt = "; its window was too short for its queues" if first[best].why else ""
+    return f"{text}{doubt}; a search proves no speed-up: confirm it with fastloop ab"

@@ -1,0 +1,316 @@
+"""One number of one rung, found by training with each of a few values, every training in a fresh process.
+
+A search is no proof: each value is trained once, and the best of several seems better than it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fastloop.config.loading import Config
+from fastloop.evidence import machine
+from fastloop.experiments.ab.arms import Ask, ConfigArm, Progress
+from fastloop.experiments.ab.results import hardware
+from fastloop.experiments.trials.supervise import Limits
+from fastloop.experiments.trials.trial import Trial, Variation, finished
+from fastloop.experiments.tune.choice import (
+    AMPLE,
+    FEW,
+    choose,
+    explain,
+    is_hopeless,
+    list_tunables,
+    list_values,
+    name_number,
+    next_value,
+)
+from fastloop.ladder import cards, regroups
+from fastloop.records.card import SearchSpace
+from fastloop.records.measurement import Measurement
+from fastloop.records.run_files import load_plan, load_verdicts
+from fastloop.records.store import decode
+from fastloop.records.trial import LoaderAnswer
+from fastloop.records.tuning import LoaderTime, Point, TuningFile
+
+FIRST = "as-it-is"
+"""The training without the rung, which every search begins with."""
+LEAST_STEPS = 30
+"""Of a window; more where its queues ask for more (`bridge/watch/measurement.py`: ten times what they hold)."""
+_MEMORY = re.compile(r"out of memory|can't allocate memory|\bMemoryError\b|ALLOC_FAILED", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownTimes:
+    """What is known of the training without the rung, which is then not trained again."""
+
+    ms: Mapping[int, float]
+    """Of a step, by value, the training without the rung included: 0, or for a micro-batch that of the loader."""
+    micro: int = 1
+    """Samples of a loader batch."""
+    window: int = 1
+    """Loader batches of an optimizer step on one rank."""
+    queued: int = 0
+    """Batches that the loader keeps ready."""
+    beside: bool = False
+    """Workers load beside, as they do in what is given; else what a micro-batch gains is tried on replayed batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned(TuningFile):
+    """What a search found."""
+
+    key: str = ""
+    as_it_is: int = 0
+    best: int | None = None
+    failed: Trial | None = field(default=None, metadata={"json": None})
+    """A training that failed, where no value could be measured."""
+
+
+def search(
+    arm: ConfigArm,
+    what: str,
+    place: Path,
+    *,
+    steps: int | None = None,
+    warmup: int | None = None,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+    resume: bool = False,
+    given: KnownTimes | None = None,
+    begins: Callable[[str], None] = lambda _: None,
+    stopped: Callable[[Tuned, BaseException], None] = lambda *_: None,
+) -> Tuned:
+    """Find the best value of the one number of a rung.
+
+    Args:
+        arm: the training; the rung need not be switched on in it.
+        what: a rung with a number to search for, one of `tunables`.
+        place: gets one directory for each training.
+        steps: optimizer steps of each; None: as many as its window takes, at most ``run.max_steps``.
+        warmup: of them, before the window; None: as the arm has it.
+        resume: take trainings that ended in `place` on an earlier day as they are; they must be of the same search.
+        given: what need not be trained; None: nothing is known.
+        begins: called with the name of each training before it begins; what it raises ends the search.
+        stopped: called with what was found until then, nothing of it chosen, and with what is raised before the end.
+
+    Raises:
+        ConfigError: the arm's configuration cannot be used.
+    """
+    ask = Ask(steps=steps, warmup=warmup)
+    trainings = _Search(
+        arm=arm, what=what, place=place, ask=ask, limits=limits, progress=progress, resume=resume, begins=begins
+    )
+    try:
+        return trainings.search(given)
+    except BaseException as error:
+        found = trainings.summarize()
+        stopped(replace(found, best=None, patch=None, why="it was stopped", partial=True), error)
+        raise
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """The trainings of one search, and what they gave. Its fields are the arguments of `search`."""
+
+    arm: ConfigArm
+    what: str
+    place: Path
+    ask: Ask
+    limits: Limits | None
+    progress: Progress | None
+    resume: bool
+    begins: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.config, self._number = self.arm.config(), list_tunables()[self.what]
+        self._yours = read_own_value(self.config, self.what)
+        self._begun, self._base, self._queued = time.monotonic(), 0, 0
+        self.points: dict[int, Point] = {}
+        """In the order in which they were tried."""
+        self.loader_ms: dict[int, float] = {}
+        self.rest_ms: float | None = None
+        self.failed: Trial | None = None
+
+    def search(self, given: KnownTimes | None) -> Tuned:
+        """Train without the rung, unless that is known, and with the values that it is worth to try."""
+        replays = self._number.trained == "replayed" and not (given is not None and given.beside)
+        variation: Variation = "replayed" if replays else "as_it_is"
+        given = given or self._train_first(variation)
+        if given is None:
+            return self.summarize()
+        self._base, self._queued = self._number.without(SearchSpace(micro_batch=given.micro)), given.queued
+        self.points.update(
+            (value, Point(value=value, step_ms=ms)) for value, ms in given.ms.items() if value not in self.points
+        )
+        cpus = max(1, machine.usable_cpus() // self.config.run.devices)
+        tried = list_values(self.what, cpus=cpus, micro=given.micro, window=given.window, yours=self._yours)
+        values = [value for value in tried if value not in self.points]
+        if self._number.trained != "loader" or len(values) <= FEW or not self._loader_first(values):
+            self._train_each(values, variation)
+        return self.summarize()
+
+    def _train_first(self, variation: Variation) -> KnownTimes | None:
+        """The training without the rung; None where it gave no step time."""
+        first = self._train(FIRST, "enabled=false", variation=variation, left="the number of others is not known")
+        found = first.measurement or Measurement()
+        micro = found.micro_batch or 1
+        self._base = self._number.without(SearchSpace(micro_batch=micro))
+        self.points[self._base] = make_point(self._base, first, None)
+        if not self.points[self._base].ok:
+            self.failed = first
+            return None
+        return KnownTimes(
+            ms={},
+            micro=micro,
+            window=round((found.global_batch or micro) / found.world_size / micro),
+            queued=int((found.evidence.get("loader") or {}).get("queued_batches") or 0),
+        )
+
+    def _train_each(self, values: Sequence[int], variation: Variation) -> None:
+        """Train with one value after the other, until they only get worse or the rung does nothing."""
+        for number, value in enumerate(values):
+            trial = self._measure(value, f"at most {len(values) - number - 1} left after it", variation)
+            one_for_all = self._number.trained != "replayed"  # a micro-batch may be refused for its size
+            does_nothing = trial.ok and not self.points[value].ok and one_for_all
+            if does_nothing or is_hopeless([each.step_ms for each in self.points.values()]):
+                return
+
+    def _loader_first(self, values: Sequence[int]) -> bool:
+        """Measure the loader alone, then train with the counts that can be the best; False: it cannot be measured."""
+        rest = self._train("replayed", "enabled=false", variation="replayed", left="at most 5 left after it")
+        self.rest_ms = rest_ms = make_point(0, rest, None).step_ms
+        if rest_ms is None or not self._measure_loaders(values, rest_ms):
+            return False
+        bounds = {value: max(rest_ms, ms) for value, ms in self.loader_ms.items()}
+        while True:
+            tried = {value: each.step_ms for value, each in self.points.items() if value}
+            value = next_value(tried, bounds, rest_ms, values, self._number.tolerance)
+            if value is None:
+                return True
+            self._measure(value, "one or two may follow", "as_it_is")
+
+    def _measure_loaders(self, values: Sequence[int], rest_ms: float) -> bool:
+        """What the loader alone takes, until that is ample or gets no better; False: it could not be timed."""
+        trial = self._train(
+            "loaders",
+            "enabled=true",
+            variation="loader",
+            left="at most 4 left after it",
+            counts=tuple(values),
+            enough_ms=AMPLE * rest_ms,
+        )
+        answer = decode(trial.answer, LoaderAnswer) or LoaderAnswer()
+        if trial.ok and self.what not in answer.inactive:
+            self.loader_ms = answer.loaders_ms
+        return bool(self.loader_ms)
+
+    def _measure(self, value: int, left: str, variation: Variation) -> Trial:
+        settings = {**dataclasses.asdict(getattr(self.config.ladder, self.what)), self._number.field: value}
+        ready = cards()[self.what].batches_ready(settings, value if self._number.trained == "loader" else 0)
+        trial = self._train(
+            f"{self.what}-{value}",
+            "enabled=true",
+            f"{self._number.field}={value}",
+            variation=variation,
+            queued=self._queued + ready,
+            left=left,
+        )
+        self.points[value] = make_point(value, trial, self.what)
+        self.failed = self.failed or (None if trial.ok else trial)
+        return trial
+
+    def _train(
+        self, label: str, *settings: str, variation: Variation, left: str, queued: int = 0, **loader: Any
+    ) -> Trial:
+        folder = self.place / label
+        if self.resume and (known := finished(folder, variation)) is not None:
+            return known
+        self.begins(label)
+        if self.progress is not None:
+            self.progress(f"{label}: begins; {left}")
+        arm = replace(self.arm, job=self.arm.job.override(*(f"rungs.{self.what}.{setting}" for setting in settings)))
+        steps = self.ask.steps or choose_steps(self.config, queued)
+        ask = replace(self.ask, steps=steps, variation=variation, **loader)
+        return arm.run(label, folder, ask, limits=self.limits, progress=self.progress)
+
+    def summarize(self) -> Tuned:
+        """From the trainings there are."""
+        ms = {value: each.step_ms for value, each in self.points.items() if each.step_ms is not None}
+        chosen, measured = choose(ms, self._number.tolerance), [value for value in ms if value != self._base]
+        best = None if chosen == self._base else chosen
+        patch = None if best is None else {"rungs": {self.what: {"enabled": True, self._number.field: best}}}
+        points = tuple(self.points[value] for value in sorted(self.points))
+        first = finished(self.place / FIRST)
+        return Tuned(
+            run_dir=str(self.place),
+            name=self.config.name,
+            what=self.what,
+            key=name_number(self.what),
+            hardware=hardware([] if first is None else [first]),
+            points=points,
+            as_it_is=self._base,
+            loaders=tuple(LoaderTime(value=value, loader_ms=ms) for value, ms in self.loader_ms.items()),
+            rest_ms=self.rest_ms,
+            tolerance_pct=100 * self._number.tolerance,
+            yours=self._yours,
+            best=best,
+            patch=patch,
+            why=explain(self.what, points, self._base, best, self._yours, self.loader_ms, self.rest_ms),
+            seconds=time.monotonic() - self._begun,
+            failed=None if measured else self.failed,
+        )
+
+
+def choose_steps(config: Config, queued: int) -> int:
+    """Optimizer steps of a training whose window is long enough for its queues, and no more than it has."""
+    accumulate = config.trainer.get("accumulate_grad_batches")
+    regrouped = regroups(config.ladder.enabled())
+    each = accumulate if isinstance(accumulate, int) and accumulate > 0 and not regrouped else 1
+    window = max(LEAST_STEPS, math.ceil(10 * queued / each))
+    return min(config.run.max_steps, max(config.watch.warmup_steps, math.ceil(queued / each)) + window + 2)
+
+
+def read_own_value(config: Config, what: str) -> int | None:
+    """The number as the user wrote it; None where it is the default or left to us."""
+    rung, key = getattr(config.ladder, what), list_tunables()[what].field
+    value = getattr(rung, key)
+    return value if isinstance(value, int) and value != getattr(type(rung)(), key) else None
+
+
+def make_point(value: int, trial: Trial, rung: str | None) -> Point:
+    """What one training gave with a value.
+
+    Args:
+        rung: what has to have been active in it.
+    """
+    if not trial.ok:
+        memory = _MEMORY.search(f"{trial.cause}\n{trial.tail}") and "SIGKILL" not in str(trial.cause)
+        return Point(value=value, ok=False, why="out of memory" if memory else trial.cause)
+    if rung is not None and (idle := explain_inactive(trial.run_dir, rung)) is not None:
+        return Point(value=value, ok=False, why=f"{rung} is inactive: {idle}")
+    found = trial.measurement or Measurement()
+    if not found.samples_per_s:
+        return Point(value=value, ok=False, why="the run was too short to measure a rate")
+    why = "window too short" if found.window_too_short else None
+    return Point(value=value, step_ms=compute_step_ms(found), samples_per_s=found.samples_per_s, why=why)
+
+
+def compute_step_ms(found: Measurement) -> float | None:
+    """Of an optimizer step, from the rate where there is one: that leaves out the batches that a queue held before."""
+    if found.samples_per_s and found.global_batch:
+        return 1e3 * found.global_batch / found.samples_per_s
+    return found.step_ms.get("mean") or None
+
+
+def explain_inactive(run_dir: Path, rung: str) -> str | None:
+    """Why a rung did nothing in a run, by its files; None where it took, or where that is not known."""
+    idle = [(step.rung, step.reason) for step in load_plan(run_dir).steps if step.status == "skipped"]
+    idle += [(verdict.rung, verdict.why) for verdict in load_verdicts(run_dir) if verdict.took is False]
+    return next((str(why) for name, why in idle if name == rung), None)

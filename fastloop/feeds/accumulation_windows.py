@@ -1,0 +1,141 @@
+"""Accumulation windows: a batch sampler that hands them out whole, what forbids that, and what then counts steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from fastloop.records.facts import Facts, LoaderFacts
+
+
+class WindowSampler:
+    """Joins each `window` batches of a batch sampler into one, and remembers their sizes in order.
+
+    The sizes matter: Lightning weighs every batch of a window the same (1/window), whatever its size, and so does a
+    merged window when it is cut again. They are kept in a queue because batches are drawn ahead of their use.
+
+    Args:
+        batches: the user's batch sampler, any iterable of index lists.
+        window: batches per window.
+        limit: batches of an epoch to use (``limit_train_batches``); None = all.
+    """
+
+    def __init__(self, batches: Iterable[Any], window: int, limit: int | None = None) -> None:
+        self.batches, self.window, self.limit = batches, window, limit
+        self.limit_once: int | None = None
+        """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
+        self.sizes: deque[tuple[int, ...]] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.sizes.clear()
+        limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
+        source = islice(iter(self.batches), limit)
+        while window := [list(batch) for batch in islice(source, self.window)]:
+            self.sizes.append(tuple(len(batch) for batch in window))
+            yield [index for batch in window for index in batch]
+
+    def __len__(self) -> int:
+        batches = len(self.batches)  # type: ignore[arg-type]
+        return -(-min(batches, batches if self.limit is None else self.limit) // self.window)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def count_used_batches(batches: int, limit: int | float | None) -> int:
+    """Batches of an epoch under ``limit_train_batches``, as Lightning counts them."""
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def batches_between_validations(batches: int, interval: int | float) -> int:
+    """``val_check_interval`` in batches of an epoch, as Lightning counts them."""
+    return interval if isinstance(interval, int) else max(1, int(batches * interval))
+
+
+def explain_no_regrouping(facts: Facts) -> str | None:
+    """Why an optimizer step cannot be made of other micro-batches than the loader's; None where it can."""
+    if not facts.automatic_optimization:
+        return "manual optimization: the module runs its own backward passes"
+    if not facts.plain_gradients:
+        return f"{facts.strategy} keeps gradients of its own; only one device and DDP are supported"
+    if facts.accumulation_scheduled:
+        return "a GradientAccumulationScheduler changes the accumulation during training; it wins"
+    if facts.averages_weights_by_swa:
+        return "StochasticWeightAveraging runs an extra epoch with the backward switched off; it wins"
+    if facts.steps_with_iterator:
+        return "training_step(dataloader_iter) fetches its own batches"
+    if facts.grad_hooks:
+        return "parameters carry post-accumulate gradient hooks, which would run once a micro-batch"
+    return None
+
+
+def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
+    """Why accumulation windows cannot become loader batches here; None where they can."""
+    if not loader.is_dataloader or not loader.map_style or not loader.auto_collates:
+        return (
+            f"{loader.kind} hands out ready batches, so an accumulation window cannot be merged;"
+            " a micro_batch smaller than the batch can still be split"
+        )
+    if loader.stateful:
+        return f"{loader.kind} keeps its own position for resuming, which merging would shift"
+    if loader.batches is None:
+        return f"{loader.kind} does not say how many batches an epoch has, so its last window is unknown"
+    batches, window = count_used_batches(loader.batches, facts.limit_train_batches), facts.accumulate
+    if batches < window:
+        return (
+            f"an epoch has {batches} batches, fewer than the {window} of one window:"
+            " accumulation is already cut short; lower accumulate_grad_batches"
+        )
+    return _validation_would_move(facts, batches)
+
+
+def _validation_would_move(facts: Facts, batches: int) -> str | None:
+    interval, window = facts.val_check_interval, facts.accumulate
+    if interval is None:
+        return None  # by the clock
+    every = batches_between_validations(batches, interval)
+    if every == batches:
+        return None  # at the end of each epoch
+    setting = f"val_check_interval={interval}" + ("" if isinstance(interval, int) else f" ({every} batches)")
+    if every % window:
+        return (
+            f"{setting} is not a multiple of accumulate_grad_batches={window}: validation would move; write a multiple"
+        )
+    if not batches % window:
+        return None
+    if facts.val_every_n_epochs is None:
+        return (
+            f"{setting} counts across epochs (check_val_every_n_epoch=None), and an epoch's {batches} batches are no"
+            f" multiple of accumulate_grad_batches={window}: validation would move"
+        )
+    if -(-batches // window) % (every // window) == 0:
+        return (
+            f"{setting}: the short last window of an epoch ({batches % window} of {window} batches) would count as a"
+            " whole one and be validated"
+        )
+    return None
+
+
+def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
+    """What counted batches and counts optimizer steps in a merged run, each by name, and what stays."""
+    window, interval, limit = facts.accumulate, facts.val_check_interval, facts.limit_train_batches
+    notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
+    if isinstance(interval, int):
+        notes.append(f"val_check_interval {interval} batches = {interval // window} steps")
+    elif interval not in (None, 1.0):
+        notes.append(f"val_check_interval {interval}: validation stays after the same optimizer steps")
+    if limit not in (None, 1.0):
+        notes.append(f"limit_train_batches {limit} still means the loader's own batches")
+    notes.append(
+        "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count"
+        " optimizer steps, and each has the samples it had"
+    )
+    if loader.custom_collate:
+        notes.append(f"your collate_fn gets the samples of {window} batches at once: it pads to the longest of them")
+    return notes

@@ -1,0 +1,157 @@
+"""A copy of the user's loader with some settings changed, and a stand-in that starts it late."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+_GUARDED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
+"""Attributes DataLoader refuses to set after its __init__."""
+
+
+def clone(loader: DataLoader[Any], settings: Mapping[str, Any]) -> DataLoader[Any]:
+    """A shallow copy with `settings` changed; the user's object stays as it is.
+
+    Copying instead of constructing anew keeps the class, constructor arguments nobody else knows, collate_fn,
+    generator and custom attributes (ten kinds of loaders were tried; constructing anew lost three of them).
+    """
+    twin = copy.copy(loader)
+    twin.__dict__["_iterator"] = None
+    for name, value in settings.items():
+        if name in _GUARDED:
+            twin.__dict__[name] = value
+        else:
+            setattr(twin, name, value)
+    return twin
+
+
+# -- what stands in for a loader or a sampler, and passes on whatever it does not do itself ----------------------------
+
+
+class PassesOn:
+    """What it does not know itself is read from ``inner``."""
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not set yet: a copy or an unpickled stand-in
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class StandIn(PassesOn):
+    """The same for what has a length."""
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+# -- batches of an epoch, asked for as often as there are any, and not once more ---------------------------------------
+
+
+class Bounded(StandIn):
+    """Stands in for a batch sampler whose sampler shuffles by a generator of its own.
+
+    Such a sampler draws from its generator once more when it is asked beyond its end, and then shuffles the next epoch
+    differently. Lightning's loop counts batches and does not ask; worker processes and feeds, which read ahead, do.
+    Source: torch/utils/data/sampler.py, RandomSampler, ``num_samples % n``.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.inner), len(self.inner))
+
+
+def bound_batches(loader: Any) -> Any:
+    """A stand-in for its batch sampler where one is needed, else None. A loader that can say where it stands asks its
+    sampler's iterators for that, and so keeps its own."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    own = getattr(getattr(batch_sampler, "sampler", None), "generator", None) is not None
+    needed = own and hasattr(batch_sampler, "__len__") and not hasattr(loader, "state_dict")
+    return Bounded(batch_sampler) if needed else None
+
+
+class LazyLoader(StandIn):
+    """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
+
+    Late, because Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on resume, so that
+    worker processes replay the order of epoch 0 (Lightning #21938). And late because a loader without workers draws
+    its shuffle at the first ``next`` too: whatever draws random numbers in between keeps its place in the stream.
+
+    Args:
+        inner: the loader to stand in for.
+        keeps_iterator: the user's own loader keeps its workers; it draws a seed for its first epoch only.
+    """
+
+    _OWN = frozenset({"inner", "keeps_iterator", "live", "_drawn"})
+
+    def __init__(self, inner: Any, *, keeps_iterator: bool = False) -> None:
+        self.inner, self.keeps_iterator = inner, keeps_iterator
+        self._drawn: torch.Tensor | None = None
+        self.live: weakref.ref[Any] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn = self._draw_seed()
+        return self._batches(self._drawn)
+
+    def take_back(self) -> None:
+        """Undo the draw of an ``iter`` that was a question: Lightning tries it on what is no DataLoader."""
+        if self._drawn is not None:
+            _generator(self.inner).set_state(self._drawn)
+            self._drawn = None
+
+    def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        yield from self._start(drawn)
+
+    def _draw_seed(self) -> torch.Tensor | None:
+        """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
+        if not isinstance(self.inner, DataLoader) or (self.keeps_iterator and self.inner._iterator is not None):
+            return None
+        generator = _generator(self.inner)
+        state = generator.get_state()
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        return state
+
+    def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        self._drawn = None
+        with _generator_at(self.inner, drawn):
+            iterator: Iterator[Any] = iter(self.inner)
+        try:
+            self.live = weakref.ref(iterator)  # weak: an extra hold would keep its workers alive
+        except TypeError:
+            self.live = None
+        return iterator
+
+
+def _generator(loader: DataLoader[Any]) -> torch.Generator:
+    """What a loader draws its seeds from."""
+    return torch.default_generator if loader.generator is None else loader.generator
+
+
+@contextlib.contextmanager
+def _generator_at(loader: Any, state: torch.Tensor | None) -> Iterator[None]:
+    """Let a loader draw its seed from a generator in `state`, so that it gets the number drawn before."""
+    if state is None:
+        yield
+        return
+    own, loader.generator = loader.generator, torch.Generator()
+    loader.generator.set_state(state)
+    try:
+        yield
+    finally:
+        loader.generator = own

@@ -1,0 +1,81 @@
+"""The samples of one training's batches, in the batches of another: the same, cut at other places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from fastloop.feeds.batch_tree import map_tensors, samples, tensors
+
+Leaves = list[torch.Tensor]
+"""The tensors of one batch, depth first, on the host."""
+
+
+class CannotRegroup(TypeError):
+    """These batches cannot be cut otherwise; the message says what is in the way."""
+
+
+def copy_tensors(batch: Any) -> Leaves:
+    """Copies of a batch's tensors on the host."""
+    return [leaf.detach().to("cpu", copy=True) for leaf in tensors(batch)]
+
+
+def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
+    """Batches like `own`, holding the samples of `others` in their order.
+
+    Args:
+        own: batches in the sizes that are wanted. Whatever in them is no tensor stays as it is.
+        others: what the tensors of the other batches were. Tensors without dimensions belong to no sample: they have
+            to be the same in all batches.
+
+    Only as many of `own` are used as hold the samples of `others`.
+
+    Raises:
+        CannotRegroup: the samples do not fill whole batches, or the tensors are of other kinds or of several lengths.
+    """
+    sizes = [_count_rows(list(tensors(batch))) for batch in own]
+    theirs = [_count_rows(leaves) for leaves in others]
+    ends = list(accumulate(sizes))
+    if sum(theirs) not in ends:
+        raise CannotRegroup(f"{sum(theirs)} samples do not fill whole batches of {'/'.join(map(str, sizes[:4]))}")
+    sizes = sizes[: ends.index(sum(theirs)) + 1]
+    if len({len(leaves) for leaves in others} | {len(list(tensors(batch))) for batch in own}) > 1:
+        raise CannotRegroup("the batches do not all have as many tensors")
+    columns = [_cut([leaves[n] for leaves in others], theirs, sizes) for n in range(len(others[0]))]
+    return [_fill(batch, [column[n] for column in columns]) for n, batch in enumerate(own[: len(sizes)])]
+
+
+def _count_rows(leaves: Sequence[torch.Tensor]) -> int:
+    rows = samples(leaves)
+    if not rows:
+        raise CannotRegroup("a batch holds no tensor with a first dimension")
+    return rows
+
+
+def _cut(parts: Leaves, theirs: Sequence[int], sizes: Sequence[int]) -> Leaves:
+    """One tensor of all batches, in other sizes."""
+    if list(theirs) == list(sizes):
+        return parts
+    if all(part.dim() == 0 for part in parts):
+        if any(not torch.equal(part, parts[0]) for part in parts):
+            raise CannotRegroup("a number of its own for each batch")
+        return [parts[0]] * len(sizes)
+    if any(part.dim() == 0 or part.shape[0] != rows for part, rows in zip(parts, theirs, strict=True)):
+        raise CannotRegroup(f"a tensor of shape {tuple(parts[0].shape)} in a batch of {theirs[0]} samples")
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise CannotRegroup("batches that are padded to different lengths")
+    return list(torch.split(torch.cat(parts), list(sizes)))
+
+
+def _fill(batch: Any, leaves: Leaves) -> Any:
+    """A batch with other tensors in it, on the device and of the type of its own."""
+    if isinstance(batch, torch.Tensor):
+        return leaves[0].to(batch.device, copy=True)
+    following = iter(leaves)
+    try:
+        return map_tensors(batch, lambda own: next(following).to(own.device, copy=True))
+    except Exception as error:  # whatever a constructor of the user's raises
+        raise CannotRegroup(f"a {type(batch).__name__} cannot be built from its members: {error}") from error

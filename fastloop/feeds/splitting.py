@@ -1,0 +1,123 @@
+"""Cut a batch into micro-batches, with the weight each has in the loss of the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from fastloop.feeds.batch_tree import is_container, rebuild, samples, tensors
+
+
+class CannotSplit(TypeError):
+    """This batch has no common first dimension to cut along; the message names what is in the way."""
+
+
+class Piece(NamedTuple):
+    """One micro-batch."""
+
+    batch: Any
+    samples: int
+    weight: float
+    """Factor of this piece's mean loss in the step's loss."""
+
+
+def cut(batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None) -> list[Piece]:
+    """Cut a batch into pieces of at most `micro` samples.
+
+    Args:
+        batch: containers of tensors with samples on dim 0; lists of `n` strings or numbers are cut along.
+        micro: samples per piece.
+        window: sizes of the loader batches that were merged into this one, and how many a full window has. Each of
+            them weighs ``1/full``, as Lightning's accumulation has it, so pieces never mix sizes.
+
+    Raises:
+        CannotSplit: a member has another first dimension, or is of a kind that cannot be cut.
+    """
+    total = samples(batch)
+    if not total:
+        raise CannotSplit("the batch holds no tensor with a first dimension")
+    pieces, start = [], 0
+    for count, per_sample in _list_runs(total, window):
+        for size in _choose_sizes(count, micro):
+            piece = batch if size == total else _slice(batch, slice(start, start + size), total)
+            pieces.append(Piece(piece, size, size * per_sample))
+            start += size
+    return pieces
+
+
+def _choose_sizes(count: int, micro: int) -> list[int]:
+    """Piece sizes. No sample is left alone where that can be helped: BatchNorm and squeeze() stumble over one."""
+    sizes = [micro] * (count // micro) + [count % micro] * (count % micro > 0)
+    if len(sizes) > 1 and sizes[-1] == 1 and micro > 2:
+        sizes[-2:] = [micro - 1, 2]
+    return sizes
+
+
+def _list_runs(total: int, window: tuple[Sequence[int], int] | None) -> list[tuple[int, float]]:
+    """Stretches of samples of equal weight: (samples, weight per sample)."""
+    if window is None:
+        return [(total, 1 / total)]
+    sizes, full = window
+    if sum(sizes) != total:
+        raise CannotSplit(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
+    runs = [(size, len(list(group))) for size, group in groupby(sizes)]
+    return [(size * count, 1 / (full * size)) for size, count in runs]
+
+
+def _slice(member: Any, part: slice, total: int) -> Any:
+    if isinstance(member, torch.Tensor):
+        if member.dim() == 0:
+            return member
+        if member.shape[0] != total:
+            raise CannotSplit(f"a tensor of shape {tuple(member.shape)} in a batch of {total} samples")
+        return member[part]
+    if member is None or isinstance(member, (str, bytes, bool, int, float, complex)):
+        return member
+    if isinstance(member, (list, tuple)) and not hasattr(member, "_fields") and not any(True for _ in tensors(member)):
+        return member[part] if len(member) == total else member
+    if not is_container(member):
+        raise CannotSplit(f"a {type(member).__name__} cannot be cut into micro-batches")
+    try:
+        return rebuild(member, lambda inner: _slice(inner, part, total))
+    except CannotSplit:
+        raise
+    except Exception as error:  # whatever a constructor of the user's raises
+        raise CannotSplit(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
+
+
+def join(outputs: Sequence[Any], pieces: Sequence[Piece], loss: torch.Tensor) -> Any:
+    """What training_step returns for the whole batch: the step's loss, and the other members put together.
+
+    Tensors and lists with one entry per sample are concatenated, single floating numbers averaged by samples, also
+    inside mappings; anything else is the last piece's.
+    """
+    if not isinstance(outputs[-1], Mapping):
+        return loss
+    return {**_join_mapping(outputs, pieces), "loss": loss}
+
+
+def _join_mapping(outputs: Sequence[Any], pieces: Sequence[Piece]) -> dict[Any, Any]:
+    return {key: _join_member([output.get(key) for output in outputs], pieces) for key in outputs[-1] if key != "loss"}
+
+
+def _join_member(members: Sequence[Any], pieces: Sequence[Piece]) -> Any:
+    if all(isinstance(member, Mapping) for member in members):
+        return _join_mapping(members, pieces)
+    if all(
+        isinstance(member, list) and len(member) == piece.samples for member, piece in zip(members, pieces, strict=True)
+    ):
+        return [entry for member in members for entry in member]
+    if all(isinstance(member, torch.Tensor) for member in members):
+        if all(member.dim() and len(member) == piece.samples for member, piece in zip(members, pieces, strict=True)):
+            return torch.cat(list(members))
+        if all(member.dim() == 0 and member.is_floating_point() for member in members):
+            return mean(members, [piece.samples for piece in pieces])
+    return members[-1]
+
+
+def mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Weighted mean of one value per piece; numbers or tensors of one shape, without a synchronisation."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

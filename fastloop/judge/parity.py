@@ -1,0 +1,312 @@
+"""Are two arms still the same training? Three gates, from the JSON that trials left. Free of torch.
+
+*Ledger*: the same samples in the same optimizer steps, with the same backwards and learning rates. *Gradient*: the same
+weights and batch give the same gradient, as far as the precision in use can tell. *Loss*: runs that share a seed end at
+the same loss. Each sees what the others miss: an optimizer like AdamW hides a gradient of a quarter its size from the
+loss, and a step in which everything is equal may still be made of other samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from fastloop.judge.sample_ledger import ledger_gate
+from fastloop.judge.statistics import mean_gap_interval
+from fastloop.records.experiment import Gate, Hardware, Outcome, Passport
+from fastloop.records.plan import Parity
+from fastloop.records.trial import GradientAnswer
+
+__all__ = ["FEWEST_RUNS", "TAU", "gradient_gate", "ledger_gate", "loss_gate", "make_passport", "outcome"]
+
+TAU = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
+"""Deviation of a gradient that needs no excuse, by the coarsest arithmetic that either arm uses. float16 has the digits
+of TF32, but also rounds what is handed from layer to layer."""
+ROUNDINGS, MOST = 5, 0.9
+"""Where rounding errors of this precision alone move the base's gradient further, so many times that is the limit; but
+never more than this, for two gradients that have nothing in common are 1.4 apart."""
+KEPT = 0.75, 1.33
+"""So much of the base's gradient is in one that only rounding has scattered: a lost factor of 4 is not."""
+RESOLUTION = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Rounding error of one number: no gate sees less."""
+CHANCE, NOISE = 3, 10
+"""A deviation of so many times what random draws, or unordered sums, do to the base's own gradient is not theirs."""
+FEWEST_RUNS = 3
+LEVEL = 0.90
+SEED_SHARE, LOSS_SHARE = 0.5, 0.005
+"""The band of the loss gate: this share of the spread between seeds, or of the loss, whichever is larger."""
+
+
+def gradient_gate(
+    base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate", precision: str | None = None
+) -> Gate:
+    """Whether both arms compute the same gradient from the same weights and batch.
+
+    Args:
+        base: the answer of the base's trial; ``arm`` that of the arm's.
+        precision: a key of ``TAU`` at least as coarse as both arms' own; None: theirs.
+
+    ``||g_arm - g_base|| / ||g_base||`` has to stay below the ``TAU`` of the precision, or below what its rounding does
+    to the base's own gradient; of an `exact` arm it has to be 0, where the base repeats itself bit for bit. A layer
+    that lost its gradient fails whatever share of the norm it had, and so does one that carries a hundredth of the norm
+    and of which less than half is left. Gradients are those that the optimizer gets, so clipping counts where it bites;
+    where the arms are told to clip in other ways and this step does not show it, that is said.
+    """
+    if (why := base.why or arm.why) is not None:
+        return _gate("gradient", None, f"not testable here: {why}", testable=False)
+    coarsest = max(
+        (each for each in (precision, base.precision, arm.precision) if each in TAU),
+        key=lambda each: TAU[each],
+        default="fp32",
+    )
+    noise = base.self_deviation or 0.0
+    rounding = base.rounding.get("tf32" if coarsest == "fp16" else coarsest) or 0.0
+    seen: dict[str, Any] = {
+        "deviation": arm.deviation,
+        "limit": max(TAU[coarsest], min(ROUNDINGS * rounding, MOST)),
+        "visible": max(noise, arm.self_deviation or 0.0, rounding, RESOLUTION[coarsest]),
+        "detail": {
+            "precision": coarsest,
+            "worst": [dataclasses.asdict(each) for each in arm.worst],
+            "kept": arm.kept,
+            **_clipping(base, arm),
+        },
+    }
+    if not base.finite:
+        return _gate("gradient", None, "not testable here: the base's own gradient is not finite", testable=False)
+    if not arm.finite or seen["deviation"] is None:
+        return _gate("gradient", False, "the arm's gradient is not finite", **seen)
+    if arm.lost:
+        return _gate("gradient", False, f"{_names(arm.lost)} got no gradient, but has one in the base", **seen)
+    if parity_class == "exact" and seen["deviation"] <= seen["limit"]:
+        return _exact(base.self_deviation, noise, seen)
+    return _close(base.random_deviation or 0.0, noise, arm.astray, coarsest, seen)
+
+
+def _clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, str]:
+    """What to say where two arms are told to clip gradients in other ways."""
+    if base.clips == arm.clips:
+        return {}
+    notes = [
+        f"the {name} clips gradients {answer.clips}" if answer.clips else f"the {name} does not clip"
+        for name, answer in (("base", base), ("arm", arm))
+    ]
+    return {"note": ", ".join(notes)}
+
+
+def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
+    """Of an arm that promises the same bits."""
+    seen = {**seen, "limit": 0.0, "visible": noise}
+    if seen["deviation"] == 0:
+        return _gate("gradient", True, "the gradient is bit-identical", **seen)
+    if repeats is None or noise > 0:
+        return _gate(
+            "gradient",
+            None,
+            f"not testable here: the gradient deviates by {seen['deviation']:.2g}, but the"
+            " base's own is not the same bits each time either",
+            testable=False,
+            **seen,
+        )
+    return _gate(
+        "gradient",
+        False,
+        f"the gradient deviates by {seen['deviation']:.2g}, but this arm promises bit-identical results",
+        **seen,
+    )
+
+
+def _close(chance: float, noise: float, astray: Sequence[str], precision: str, seen: dict[str, Any]) -> Gate:
+    """Of an arm that promises the same mathematics. What the base itself does from one time to the next is no fault."""
+    deviation, limit, kept = seen["deviation"], seen["limit"], seen["detail"]["kept"]
+    usual = f"{TAU[precision]:.0e} of {precision}"
+    limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} may make here"
+    said = f"the gradient deviates by {deviation:.2g}, {'within' if deviation <= limit else 'above'} the {limits}"
+    if deviation <= limit and astray:
+        return _gate("gradient", False, f"{said}, but it is almost lost in {_names(astray)}", **seen)
+    if deviation <= limit and kept is not None and not KEPT[0] <= kept <= KEPT[1]:
+        return _gate("gradient", False, f"{said}, but it is {kept:.2g} times as large", **seen)
+    if deviation <= limit:
+        return _gate("gradient", True, said, **seen)
+    if deviation <= CHANCE * chance:
+        return _gate(
+            "gradient",
+            None,
+            f"not testable here: {said}, but the step draws random numbers of its own, which alone make {chance:.2g}",
+            testable=False,
+            **seen,
+        )
+    if deviation <= NOISE * noise:
+        return _gate(
+            "gradient",
+            None,
+            f"not testable here: {said}, but the base's own differs by {noise:.2g} from one time to the next",
+            testable=False,
+            **seen,
+        )
+    worst = [each["name"] for each in seen["detail"]["worst"][:1]]
+    return _gate("gradient", False, said + "".join(f", most of it in {name}" for name in worst), **seen)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def loss_gate(
+    base: Sequence[Sequence[float | None]],
+    arm: Sequence[Sequence[float | None]],
+    parity_class: Parity = "approximate",
+    *,
+    bitwise: bool = False,
+) -> Gate:
+    """Whether runs that share a seed have the same loss over the last fifth of their steps.
+
+    Args:
+        base: the losses of the base's runs, one per optimizer step; null where one is not a finite number.
+            ``arm``: of the arm's, run by run with the seeds of the base's.
+        bitwise: this machine repeats itself bit for bit in the mode these runs had (the CPU does; CUDA with kernels
+            that add up in any order does not). An `exact` arm then has to have the same losses, not just close ones.
+    """
+    for number, (left, right) in enumerate(zip(base, arm, strict=True), start=1):
+        steps = [_first_wrong(losses) for losses in (left, right)]
+        if steps[1] is not None and steps[0] is None:
+            return _gate(
+                "loss",
+                False,
+                f"the loss is not finite from optimizer step {steps[1]} of run {number} on",
+                detail={"step": steps[1]},
+            )
+        if steps[0] is not None:
+            return _gate("loss", None, f"the base's own loss is not finite from optimizer step {steps[0]} on")
+    if not base or not all(map(len, [*base, *arm])):
+        return _gate("loss", None, "not testable here: training_step returns no loss", testable=False)
+    if all(list(left) == list(right) for left, right in zip(base, arm, strict=True)):
+        return _gate("loss", True, "the losses are bit-identical", deviation=0.0, visible=0.0)
+    if parity_class == "exact" and bitwise:
+        step = next(
+            n
+            for left, right in zip(base, arm, strict=True)
+            for n, (a, b) in enumerate(zip_longest(left, right), start=1)
+            if a != b
+        )
+        return _gate(
+            "loss",
+            False,
+            f"the losses differ from optimizer step {step} on, but this arm promises bit-identical results",
+            limit=0.0,
+            detail={"step": step},
+        )
+    return _band([_end(losses) for losses in base], [_end(losses) for losses in arm])
+
+
+def _first_wrong(losses: Sequence[float | None]) -> int | None:
+    return next((n for n, loss in enumerate(losses, 1) if loss is None or not math.isfinite(loss)), None)
+
+
+def _end(losses: Sequence[float | None]) -> float:
+    """The mean over the last fifth."""
+    last = [loss for loss in losses[-max(1, len(losses) // 5) :] if loss is not None]
+    return math.fsum(last) / len(last)
+
+
+def _band(base: Sequence[float], arm: Sequence[float]) -> Gate:
+    """The interval of the mean gap against the band. All figures in percent of the base's loss."""
+    gaps = [right - left for left, right in zip(base, arm, strict=True)]
+    level = math.fsum(base) / len(base)
+    interval = mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
+    if interval is None:
+        return _gate(
+            "loss",
+            None,
+            f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm, and it takes"
+            f" {FEWEST_RUNS} to tell a change from a difference between seeds",
+        )
+    spread = math.sqrt(math.fsum((loss - level) ** 2 for loss in base) / (len(base) - 1))
+    band = max(SEED_SHARE * spread, LOSS_SHARE * abs(level))
+    low, high = interval
+    percent = 100 / abs(level) if level else math.nan
+    seen: dict[str, Any] = {
+        "deviation": (low + high) / 2 * percent,
+        "limit": band * percent,
+        "visible": (band + (high - low) / 2) * percent,
+    }
+    figures = (
+        f"{(low + high) / 2 * percent:+.2g} % ({low * percent:+.2g} to {high * percent:+.2g}), band"
+        f" ±{band * percent:.2g} %"
+    )
+    if -band <= low and high <= band:
+        return _gate("loss", True, f"the final loss is the same: {figures}", **seen)
+    if low > band or high < -band:
+        return _gate("loss", False, f"the final loss differs: {figures}", **seen)
+    return _gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)
+
+
+def outcome(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
+    """What the gates say together.
+
+    A failed gate fails it. One that could be decided with more runs leaves it open. One that cannot be tested here at
+    all (a device pipeline that shows no samples, kernels that never repeat themselves) is named, and vetoes nothing
+    where two others passed; a single one would be too weak a word for "the same training".
+    """
+    gates = tuple(gates)
+    if parity_class == "changes-training":
+        return Outcome(
+            parity_class=parity_class, passed=None, gates=gates, why="claims no parity: it changes the training"
+        )
+    failed = [gate for gate in gates if gate.passed is False]
+    undecided = [gate for gate in gates if gate.passed is None and gate.is_testable]
+    untestable = [gate for gate in gates if gate.passed is None and not gate.is_testable]
+    passed = [gate for gate in gates if gate.passed]
+    said = "; ".join(f"{gate.name}: {gate.why}" for gate in failed or undecided or untestable)
+    if failed:
+        verdict: bool | None = False
+    elif undecided or not passed or (untestable and len(passed) < 2):
+        verdict = None
+    else:
+        verdict = True
+    held = f"{_names([gate.name for gate in passed])} held"
+    return Outcome(
+        parity_class=parity_class,
+        passed=verdict,
+        gates=gates,
+        why="; ".join(filter(None, [held if verdict else "", said])) or "no gate was taken",
+    )
+
+
+def make_passport(rung: str, outcome: Outcome, hardware: Hardware) -> Passport:
+    """The numerics passport of a rung: what it promises, what was found, and where."""
+    gates = {gate.name: gate for gate in outcome.gates}
+    nothing = Gate(name="none", passed=None, why="")
+    gradient, loss = gates.get("gradient", nothing), gates.get("loss", nothing)
+    return Passport(
+        rung=rung,
+        parity_class=outcome.parity_class,
+        passed=outcome.passed,
+        why=outcome.why,
+        gradient_deviation=gradient.deviation,
+        gradient_visible=gradient.visible,
+        loss_deviation_pct=loss.deviation,
+        loss_visible_pct=loss.visible,
+        precision=gradient.detail.get("precision"),
+        gates=tuple(dataclasses.replace(gate, detail={}) for gate in outcome.gates),
+        environment=hardware,
+    )
+
+
+def _gate(
+    name: str,
+    passed: bool | None,
+    why: str,
+    *,
+    testable: bool = True,
+    detail: Mapping[str, Any] | None = None,
+    **seen: Any,
+) -> Gate:
+    noted = dict(detail or {}) if testable else {**(detail or {}), "testable": False}
+    figures = {key: value if value is None or math.isfinite(value) else None for key, value in seen.items()}
+    if note := noted.get("note"):
+        why = f"{why}; {note}{': where clipping takes effect in a later step, training differs' if passed else ''}"
+    return Gate(name=name, passed=passed, why=why, detail=noted, **figures)

@@ -1,0 +1,207 @@
+"""Two ledgers side by side: did both trainings make the same optimizer steps of the same samples? Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from fastloop.records.experiment import Gate
+from fastloop.records.plan import Parity
+from fastloop.records.trial import Ledger, LedgerEpoch, LedgerStep
+
+Wrong = tuple[int, str, str]
+"""The number of an optimizer step, from 1; what is not the same there; and that in words."""
+_NEARLY = 3 / 4
+"""An epoch that draws so much of a dataset and no sample twice does not put samples back: by chance it would not come
+to that."""
+
+
+def ledger_gate(
+    pairs: Sequence[tuple[Ledger, Ledger]],
+    *,
+    regrouped: bool = False,
+    reshuffled: bool = False,
+    parity_class: Parity = "exact",
+) -> Gate:
+    """Whether both arms fed the same samples to the same optimizer steps.
+
+    Args:
+        pairs: the ledgers of the base and of the arm, of runs with one seed, rank by rank.
+        regrouped: one of the arms makes its steps of other micro-batches than the other. Each side then has to make
+            the backwards of its own plan or, where none is written down, at least one and in whole steps always as
+            many.
+        reshuffled: one of the arms makes its random augmentations elsewhere than the other, which leaves other random
+            numbers to a shuffle that draws on the same ones: from the second epoch on it is another, as with another
+            seed. Each later epoch then has to have as many samples in each step, and where it is complete in both
+            arms the same ones. A loader whose order has random numbers of its own has to keep it all the same.
+        parity_class: of the arm. Where batches are known by their content only, other content is a failure of an
+            `exact` arm; elsewhere random augmentation alone would change it, and the gate cannot tell.
+    """
+    steps, unknown, later = 0, None, dict[str, None]()
+    for base, arm in pairs:
+        first = _first_epoch(base, arm) if reshuffled else math.inf
+        found = list(_find_wrongs(base, arm, regrouped, first))
+        steps += len(base.steps)
+        if parity_class != "exact" and any(what == "content" for _, what, _ in found):
+            found = [wrong for wrong in found if wrong[1] != "content"]
+            unknown = "the batches differ in content, which random augmentation alone would do"
+        if found:
+            return _failed(base, *min(found))
+        if first < math.inf and [row.digest for row in base.steps] != [row.digest for row in arm.steps]:
+            later[describe_later(base, arm)] = None
+        unknown = _unknown(base, arm, bool(later)) or unknown
+    if not steps:
+        unknown = "no optimizer step was recorded"
+    if unknown is not None:
+        return Gate(name="ledger", passed=None, why=f"not testable here: {unknown}", detail={"testable": False})
+    return Gate(
+        name="ledger",
+        passed=True,
+        why=f"{steps} optimizer steps with {_same(regrouped, list(later))}",
+        detail={"steps": steps, **({"reshuffled": True} if later else {})},
+    )
+
+
+def _failed(base: Ledger, step: int, what: str, words: str) -> Gate:
+    where = f" (rank {base.rank})" if base.rank else ""
+    return Gate(name="ledger", passed=False, why=f"{words}{where}", detail={"step": step, "differs": what})
+
+
+def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
+    """Why nothing can be said of the samples, where nothing can."""
+    source = _source(base, arm)
+    if source is None:
+        return str(base.why or arm.why or "the two arms identify their samples differently")
+    if source == "content" and reordered:
+        return "the batches differ in content from the second epoch on, as another shuffle alone would do"
+    return None
+
+
+def _same(regrouped: bool, later: Sequence[str]) -> str:
+    """What was the same."""
+    rest = "learning rates, and the backwards of their plans" if regrouped else "backwards and learning rates"
+    if not later:
+        return f"the same samples{' and' if regrouped else ','} {rest}"
+    return f"the same {rest}; the first epoch equal, {'; '.join(later)}"
+
+
+def _source(base: Ledger, arm: Ledger) -> str | None:
+    """By what both know their samples; None where they do not, or by different marks."""
+    return base.ids if base.ids == arm.ids else None
+
+
+def _first_epoch(base: Ledger, arm: Ledger) -> float:
+    """Optimizer steps that have to have the same samples in the same order."""
+    ends = [ledger.epochs[0].end for ledger in (base, arm) if ledger.epochs]
+    own = base.own_order or arm.own_order
+    return max(ends) if len(ends) == 2 and not own else math.inf
+
+
+def _find_wrongs(base: Ledger, arm: Ledger, regrouped: bool, first: float) -> Iterator[Wrong]:
+    """All that is not the same, as far as both know. After `first` optimizer steps, the order may be another."""
+    for number, (left, right) in enumerate(zip_longest(base.steps, arm.steps), start=1):
+        if left is None or right is None:
+            yield number, "steps", f"{len(base.steps)} against {len(arm.steps)} optimizer steps"
+            return
+        yield from _samples(number, left, right, _source(base, arm) if number <= first else None)
+        if not _same_rates(left.rates, right.rates):
+            rates = f"{_listed(left.rates)} against {_listed(right.rates)}"
+            yield number, "rates", f"the learning rates of optimizer step {number} differ: {rates}"
+        done = left.backwards, right.backwards
+        if not regrouped and None not in done and done[0] != done[1]:
+            yield number, "backwards", f"the backwards of optimizer step {number} differ: {done[0]} against {done[1]}"
+    if first < math.inf:
+        yield from find_wrong_epochs(base, arm)
+    if regrouped:
+        yield from _unplanned("base", base)
+        yield from _unplanned("arm", arm)
+
+
+def _samples(number: int, left: LedgerStep, right: LedgerStep, source: str | None) -> Iterator[Wrong]:
+    if None not in (left.samples, right.samples) and left.samples != right.samples:
+        yield number, "samples", f"optimizer step {number} has {left.samples} samples against {right.samples}"
+    elif source is not None and left.digest != right.digest:
+        what = "samples" if source == "sampler" else "content"
+        yield number, what, f"optimizer step {number} has other samples, or the same in another order"
+
+
+def _same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
+    """Equal, but for rates that one side keeps in single precision."""
+    return len(left) == len(right) and all(
+        a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _listed(rates: Sequence[float | None]) -> str:
+    shown = ["n/a" if rate is None else f"{rate:.6g}" for rate in rates[:4]]
+    return ", ".join([*shown, *(["…"] if len(rates) > 4 else [])]) or "none"
+
+
+def _unplanned(side: str, ledger: Ledger) -> Iterator[Wrong]:
+    """Steps with other backwards than this side's own plan has."""
+    rows = ledger.steps
+    counts = [row.backwards for row in rows]
+    plans = ledger.planned or [None] * len(rows)
+    whole = max((row.samples or 0 for row in rows), default=0)
+    usual = [count for row, count in zip(rows, counts, strict=True) if count and (row.samples or 0) == whole]
+    for number, (row, count, planned) in enumerate(zip(rows, counts, plans, strict=False), start=1):
+        if planned is None and (row.samples or 0) == whole:
+            planned = max(set(usual), key=usual.count) if usual else 1
+        wrong = count == 0 if planned is None else count != planned
+        if count is not None and wrong:
+            plan = f"the {side}'s plan has {planned or 'at least one'}"
+            yield number, "backwards", f"optimizer step {number} made {count} backwards where {plan}"
+
+
+# Whole epochs, in whatever order.
+
+
+def find_wrong_epochs(base: Ledger, arm: Ledger) -> Iterator[Wrong]:
+    """The epochs that cannot have been of the same samples."""
+    for number, (left, right) in enumerate(zip_longest(base.epochs, arm.epochs), start=1):
+        if left is None or right is None:
+            yield (left or right).end, "epochs", f"{len(base.epochs)} against {len(arm.epochs)} epochs"
+            return
+        if left.end != right.end:
+            ends = f"epoch {number} ends with optimizer step {left.end} against {right.end}"
+            yield min(left.end, right.end), "epochs", ends
+        elif None not in (left.samples, right.samples) and left.samples != right.samples:
+            yield left.end, "samples", f"epoch {number} has {left.samples} samples against {right.samples}"
+        elif left.complete and right.complete and _are_others(base, left, arm, right):
+            which = f"epoch {number}, which ends with optimizer step {left.end},"
+            yield left.end, "samples", f"{which} has other samples, or some of them twice"
+
+
+def describe_later(base: Ledger, arm: Ledger) -> str:
+    """How the epochs after the first compare, where nothing is wrong with them."""
+    later = list(zip(base.epochs, arm.epochs, strict=True))[1:]
+    whole = [pair for pair in later if pair[0].complete and pair[1].complete]
+    if not whole:
+        return "the one after it, cut short, as many samples in another order (which they are cannot be compared)"
+    if all(left.digest is not None and left.digest == right.digest for left, right in whole):
+        return "later ones the same samples in another order"
+    if all(_draws_once(base, left) and _draws_once(arm, right) for left, right in whole):
+        return "later ones as many samples in another order, none of them twice (each leaves out other ones)"
+    return "later ones as many samples in another order (which they are cannot be compared: they need not be the same)"
+
+
+def _are_others(base: Ledger, left: LedgerEpoch, arm: Ledger, right: LedgerEpoch) -> bool:
+    """Whether two complete epochs have samples that another order does not explain."""
+    if None in (left.digest, right.digest) or left.digest == right.digest:
+        return False
+    if _draws_all(base, left) or _draws_all(arm, right):
+        return True
+    return None not in (left.again, right.again) and _draws_once(base, left) != _draws_once(arm, right)
+
+
+def _draws_all(ledger: Ledger, epoch: LedgerEpoch) -> bool:
+    """Each sample of the dataset, once."""
+    return epoch.again == 0 and epoch.samples is not None and epoch.samples == ledger.dataset
+
+
+def _draws_once(ledger: Ledger, epoch: LedgerEpoch) -> bool:
+    """No sample twice, of a dataset of which little is left."""
+    dataset = ledger.dataset
+    return epoch.again == 0 and None not in (dataset, epoch.samples) and epoch.samples >= _NEARLY * dataset  # type: ignore[operator]

@@ -1,0 +1,196 @@
+"""From the runs of two arms and their parity to a verdict in one sentence.
+
+No speed is claimed without runs enough, without a changed rung that took, or where the arms are not the same training;
+"inconclusive" is a fine answer. Several arms against one base share the error rate (``stats.error_rate``): of twenty
+experiments in which nothing differs, however many arms they have, one says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from fastloop.judge.statistics import ALPHA, Effect, effect, interval, mde_pct
+from fastloop.records.experiment import Comparison, Judged, Outcome, Sample
+
+LEAST_RUNS = 3
+"""Of each arm. A spread estimated from two says nothing."""
+WIDE = 10
+"""From here on an end of an interval has three digits in all."""
+
+
+def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0, alpha: float = ALPHA) -> Comparison:
+    """Judge one arm.
+
+    Args:
+        base: finished runs of the base. A run without a positive rate counts as lost.
+        parity: whether the two are the same training.
+        band_pct: differences within plus or minus this count as none. ``no_difference`` needs the whole interval inside
+            it; a difference that is certain is named, however small.
+        alpha: how often the interval may miss the truth (``stats.error_rate``).
+    """
+    bases, arms = _Runs.of(base), _Runs.of(arm)
+    fewest = min(len(bases.rates), len(arms.rates))
+    found = effect(bases.rates, bases.places, arms.rates, arms.places) if fewest else None
+    ratio = found.ratio if found else _plain_ratio(bases, arms)
+    judged = found if fewest >= LEAST_RUNS else None
+    ci95 = interval(judged, alpha) if judged else None
+    mde = mde_pct(judged.sd, len(bases.rates), len(arms.rates), judged.dof, alpha) if judged else None
+    verdict = _verdict(ci95, band_pct)
+    figures = _figures(verdict, ratio, ci95, alpha, _count(bases, arms))
+    if against := _against(bases, arms, judged, nothing_took(base, arm), parity):
+        verdict, why = "inconclusive", _sentence([*against, "" if nothing_took(base, arm) else figures])
+    else:
+        why = _sentence([figures + _meaning(verdict, band_pct, mde), *_notes(base, arm, parity)])
+    return Comparison(
+        arm=arm.name,
+        verdict=verdict,
+        why=why,
+        ratio=ratio,
+        ci95=ci95,
+        mde_pct=mde,
+        alpha=alpha,
+        runs=fewest,
+        parity=parity,
+    )
+
+
+def nothing_took(base: Sample, arm: Sample) -> str | None:
+    """Why these two are one and the same arm although their rungs differ; None where something does differ.
+
+    A rung that the arm switches off counts where it took in the base. Without a finished run of both nothing is known.
+    """
+    if not base.samples_per_s or not arm.samples_per_s:
+        return None
+    if not arm.changed_rungs or arm.changes_more or set(arm.changed_rungs) & _took(base, arm):
+        return None
+    return "no changed rung took effect: " + _reasons(base, arm, arm.changed_rungs)
+
+
+def final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:
+    """Whether an experiment may end at this look: more runs would settle nothing.
+
+    Args:
+        hopeless: arms that no number of runs can decide (``nothing_took``, or nothing left to run). A failed parity
+            gate is final by itself.
+    """
+    return all(one.parity.passed is False or one.arm in hopeless or _settled(one) for one in comparisons)
+
+
+def _settled(one: Comparison) -> bool:
+    """Decided; and a faster arm's losses have been told from the base's, which takes runs too."""
+    waits = one.verdict == "faster" and "loss" in one.parity.undecided
+    return one.verdict != "inconclusive" and not waits
+
+
+def exit_code(comparisons: Sequence[Comparison], failed: bool) -> int:
+    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise; the first that holds for any arm.
+
+    A faster arm is inconclusive too where a gate could have told whether it is the same training, and did not.
+    """
+    if failed:
+        return 1
+    if any(one.parity.passed is False for one in comparisons):
+        return 3
+    unproven = (one.verdict == "faster" and one.parity.undecided for one in comparisons)
+    return 4 if any(one.verdict == "inconclusive" for one in comparisons) or any(unproven) else 0
+
+
+@dataclass(frozen=True)
+class _Runs:
+    rates: list[float]
+    places: list[int]
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Runs:
+        runs = [
+            (rate, place)
+            for rate, place in zip(sample.samples_per_s, sample.places, strict=True)
+            if math.isfinite(rate) and rate > 0
+        ]
+        return cls([rate for rate, _ in runs], [place for _, place in runs])
+
+
+def _plain_ratio(base: _Runs, arm: _Runs) -> float | None:
+    """Of geometric means: all that one run of each can give."""
+    if not base.rates or not arm.rates:
+        return None
+    means = [math.fsum(map(math.log, runs.rates)) / len(runs.rates) for runs in (base, arm)]
+    return math.exp(means[1] - means[0])
+
+
+def _verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged:
+    if ci95 is None:
+        return "inconclusive"
+    low, high = ci95
+    if low > 1 or high < 1:
+        return "faster" if low > 1 else "slower"
+    return "no_difference" if 1 - band_pct / 100 < low and high < 1 + band_pct / 100 else "inconclusive"
+
+
+def _against(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, parity: Outcome) -> list[str]:
+    """What forbids a verdict, the gravest first."""
+    found = []
+    if parity.passed is False:
+        gates = [f"{gate.name} failed: {gate.why}" for gate in parity.gates if gate.passed is False]
+        found.append("no speed is claimed: " + (", ".join(gates) or parity.why or "parity failed"))
+    if min(len(bases.rates), len(arms.rates)) < LEAST_RUNS:
+        found.append(f"insufficient: {_count(bases, arms)}, a verdict takes {LEAST_RUNS}")
+    elif judged is None:
+        found.append("the order of the runs cannot be separated from the arms")
+    return [*([idle] if idle else []), *found]
+
+
+def _notes(base: Sample, arm: Sample, parity: Outcome) -> list[str]:
+    """What a reader of a verdict must know besides."""
+    took = _took(base, arm)
+    idle = [rung for rung in arm.changed_rungs if rung not in took]
+    notes = [f"no credit to {_reasons(base, arm, idle)}"] if idle else []
+    return [*notes, parity.why] if parity.passed is None and parity.why else notes
+
+
+def _took(base: Sample, arm: Sample) -> set[str]:
+    return {*base.active_rungs, *arm.active_rungs}
+
+
+def _reasons(base: Sample, arm: Sample, rungs: Sequence[str]) -> str:
+    whys = {**base.inactive_rungs, **arm.inactive_rungs}
+    return ", ".join(f"{rung} ({whys[rung]})" if whys.get(rung) else rung for rung in rungs)
+
+
+def _count(base: _Runs, arm: _Runs) -> str:
+    n_base, n_arm = len(base.rates), len(arm.rates)
+    said = f"{n_base} run{'' if n_base == 1 else 's'}"
+    return f"{said} of each" if n_base == n_arm else f"{said} of the base and {n_arm} of the arm"
+
+
+def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str) -> str:
+    """The ratio with its interval; where that decides nothing, it alone: its middle would pass for a claim."""
+    if ratio is None or ci95 is None:
+        return ""
+    digits = 2
+    while digits < 4 and (f"{ci95[0]:.{digits}f}" == f"{ci95[1]:.{digits}f}" or _hides_one(ci95, digits)):
+        digits += 1
+    low, high = (f"{bound:.{digits}f}" if bound < WIDE else f"{bound:.3g}" for bound in ci95)
+    level = f"{100 * (1 - alpha):.4g} % interval"
+    if verdict == "inconclusive":
+        return f"anything from {low}x to {high}x, {level}, {count}"
+    return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
+
+
+def _hides_one(ci95: tuple[float, float], digits: int) -> bool:
+    """Whether rounding would print an interval that excludes 1 as one that touches it."""
+    return (ci95[0] > 1 or ci95[1] < 1) and any(round(bound, digits) == 1 for bound in ci95)
+
+
+def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:
+    if verdict == "no_difference":
+        return f", entirely within {band_pct:g} % of 1"
+    if verdict == "inconclusive" and mde is not None:
+        return f": too few or too noisy, this many runs show a difference from {mde:.1f} % on"
+    return ""
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,113 @@
+"""fastloop.records.facts: SPLIT."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderFacts:
+    """What the train loader is, read without taking a sample from it."""
+
+    kind: str
+    """Class name of the loader."""
+    is_dataloader: bool = True
+    """A ``torch.utils.data.DataLoader`` or a subclass of it."""
+    map_style: bool = True
+    num_workers: int = 0
+    pin_memory: bool = False
+    batch_size: int | None = None
+    """Samples a batch; None where the loader does not batch or a custom batch sampler decides."""
+    batches: int | None = None
+    """Batches an epoch on this rank; None where the loader has no length."""
+    auto_collates: bool = True
+    """False for ``batch_size=None``: the dataset hands out whole batches."""
+    custom_collate: bool = False
+    start_method: str = "fork"
+    persistent_workers: bool = False
+    stateful: bool = False
+    """It can say where it stands (``state_dict``), so a run may resume mid-epoch."""
+    draws_random: tuple[str, ...] = ()
+    """Places in the dataset that draw random numbers, as far as reading its code shows."""
+    worker_hazards: tuple[str, ...] = ()
+    """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
+    unpicklable: str | None = None
+    """Attribute path of what cannot travel to a spawned worker."""
+    sample_bytes: int | None = None
+    """Bytes of one sample, where a dry run looked at one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything ``plan`` may look at. ``plan`` is a pure function of it."""
+
+    # the machine
+    cpu_count: int = 1
+    """CPUs this process may use: affinity and cgroup quota, whichever is smaller."""
+    local_ranks: int = 1
+    """Training processes that share those CPUs."""
+    shm_free_bytes: int | None = None
+    """Room in ``/dev/shm`` for batches on their way from workers; None where there is none, or it is not known."""
+    no_sockets_in: str | None = None
+    """The directory for temporary files, where its path is too long for the sockets that workers send batches by."""
+    device: str = "cpu"
+    """Device type the run trains on: cpu, cuda, mps."""
+    device_name: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    compiler: str | None = None
+    """Path of the C++ compiler Inductor would call; None where there is none."""
+    # the run
+    world_size: int = 1
+    strategy: str = "SingleDeviceStrategy"
+    is_ddp: bool = False
+    plain_gradients: bool = True
+    """Whole gradients live in ``parameter.grad`` (one device or DDP), not in shards or an engine of the strategy's."""
+    precision: str = "32-true"
+    own_precision: bool = False
+    """The user chose a precision or a precision plugin."""
+    accumulate: int = 1
+    """Batches per optimizer step as the Trainer counts them."""
+    accumulation_scheduled: bool = False
+    """A GradientAccumulationScheduler changes the accumulation during training."""
+    averages_weights_by_swa: bool = False
+    """StochasticWeightAveraging is there: it runs an extra epoch with the backward switched off."""
+    micro_batches: bool = False
+    """Several backward passes make one optimizer step, by accumulation or by a split."""
+    clip: bool = False
+    """Gradients are clipped, by the Trainer or in ``configure_gradient_clipping``."""
+    automatic_optimization: bool = True
+    reload_every_n_epochs: int = 0
+    val_check_interval: int | float | None = 1.0
+    val_every_n_epochs: int | None = 1
+    """``check_val_every_n_epoch``; None: ``val_check_interval`` counts batches across epochs."""
+    limit_train_batches: int | float | None = 1.0
+    resuming: bool = False
+    transfer_hooks: tuple[str, ...] = ()
+    """Batch transfer hooks the user overrides."""
+    steps_with_iterator: bool = False
+    """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
+    # the model
+    batchnorms: tuple[str, ...] = ()
+    convs: tuple[str, ...] = ()
+    """Names of the 2-D convolutions."""
+    not_mean_losses: tuple[str, ...] = ()
+    """Losses that can be seen not to be means over samples."""
+    autocasts: tuple[str, ...] = ()
+    """Methods of the user's module that enter autocast themselves."""
+    compiled_by_user: tuple[str, ...] = ()
+    compile_targets: tuple[str, ...] = ()
+    """Inner modules that can be compiled in place."""
+    detaches_grads: tuple[str, ...] = ()
+    """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
+    grad_hooks: bool = False
+    """Parameters carry post-accumulate hooks (an optimizer inside the backward, for instance)."""
+    user_comm_hook: bool = False
+    # the data, known once the Trainer asks for the train loader
+    loader: LoaderFacts | None = None
+
+    def after(self, changes: Mapping[str, Any]) -> Facts:
+        """These facts as later rungs see them once an earlier rung's change is in."""
+        return dataclasses.replace(self, **changes) if changes else self

@@ -1,0 +1,172 @@
+"""The records that travel between the stages. Frozen, keyword-only, and free of torch and Lightning.
+
+``Facts -> Change/Action -> Plan -> (run) -> Measurement -> Verdict, Finding``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from fastloop.records.facts import Facts
+
+Parity = Literal["exact", "approximate", "changes-training"]
+"""exact: bit-identical; approximate: same mathematics, other rounding; changes-training: neither."""
+
+PARITY_ORDER: tuple[Parity, ...] = ("exact", "approximate", "changes-training")
+
+Moment = Literal["model", "before_wrap", "wrapped", "train_start"]
+"""When an action runs: model = built and restored, not yet wrapped; before_wrap = DDP is about to wrap it, and its
+settings can still be changed; wrapped = DDP has wrapped it; train_start = optimizers exist and hold their restored
+state."""
+
+Undo = Callable[[], None]
+"""Puts a change back; harmless when called twice."""
+
+
+class Site(Protocol):
+    """What an action finds when it runs: the live objects, and what of Lightning it may have changed."""
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def module(self) -> Any:
+        """The LightningModule."""
+
+    @property
+    def wrapped(self) -> Any:
+        """The model as the strategy wrapped it."""
+
+    @property
+    def optimizers(self) -> list[Any]: ...
+
+    @property
+    def device(self) -> Any:
+        """Where this rank trains."""
+
+    def set_precision(self, mode: str) -> Undo:
+        """Let Lightning's own plugin run the mixed precision `mode`."""
+
+    def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
+        """Let DistributedDataParallel be made with these keywords; before_wrap only."""
+
+    def convert_inputs(self, convert: Callable[[Any], Any]) -> Undo:
+        """Let `convert` change every batch that has come to the device, of training and evaluation."""
+
+    def note_in_step(self, note: Callable[[], None]) -> None:
+        """Call `note` once, from inside the first training_step of the user's module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What running an action gives back."""
+
+    undo: Undo
+    probe: Callable[[], Mapping[str, Any]] = dict
+    """Evidence from the running process; called after the first step and at the end."""
+    clean: Callable[[dict[str, Any]], None] = lambda _checkpoint: None
+    """Takes out of a checkpoint, in place, what a run without the rung would not have written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """A want that has to be done to live objects. Run by ``bridge/apply/applier.py`` and nothing else."""
+
+    keys: tuple[str, ...] = ()
+    """Settings that it owns; none where it does what a want of its rung says."""
+    when: Moment
+    do: Callable[[Site], Applied]
+    """May raise NotApplicable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What one rung wants."""
+
+    wants: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by key (``loader.num_workers``), each with one owner."""
+    actions: tuple[Action, ...] = ()
+    parity: Parity = "exact"
+    notes: tuple[str, ...] = ()
+    """What the user should know before step 1."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts as they are for the rungs that come later."""
+    evaluation: bool = False
+    """Also applies in validate, test and predict, so that they compute what validation inside fit computed."""
+    waits_for: str | None = None
+    """What must be known before this rung can be planned; the rest of the record then says what may come."""
+    may_want: tuple[str, ...] = ()
+    """Keys that it may want once that is known."""
+
+
+Status = Literal["planned", "waiting", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One enabled rung in the plan."""
+
+    rung: str
+    status: Status
+    change: Change = field(default_factory=Change)
+    reason: str | None = None
+    """Why it is skipped, or what it waits for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All wants of all enabled rungs, merged; every key has one owner."""
+
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def wants(self) -> dict[str, Any]:
+        """Merged settings of the planned rungs."""
+        return {key: value for step in self.planned for key, value in step.change.wants.items()}
+
+    @property
+    def planned(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.status == "planned")
+
+    @property
+    def parity(self) -> Parity:
+        """The weakest class among the planned rungs."""
+        return max((step.change.parity for step in self.planned), key=PARITY_ORDER.index, default="exact")
+
+    def owner(self, key: str) -> str | None:
+        """The rung that sets `key`, or waits to; None where nobody does."""
+        return next((step.rung for step in self.steps if key in (*step.change.wants, *step.change.may_want)), None)
+
+    def step(self, rung: str) -> Step | None:
+        return next((step for step in self.steps if step.rung == rung), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Did a rung take? ``None``: nothing was run that could tell."""
+
+    rung: str = ""
+    took: bool | None = None
+    why: str = ""
+    parity_class: Parity = "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One bottleneck, its share of the step and the YAML patch that addresses it."""
+
+    bottleneck: str
+    share_pct: float | None = None
+    """Of the step; None where it costs nothing here, or nothing is named."""
+    why: str = ""
+    patch: Mapping[str, Any] | None = None
+    ceiling_gain_pct: float | None = None
+    """What would be gained at most if it were gone; None where that is not known."""
+    ceiling_is_estimate: bool = True
+    """False where a trial measured it."""
+    detail: tuple[str, ...] = ()
+    """Further lines: the evidence behind the reason, and what makes the figures doubtful."""
+    title: str = ""
+    """Headline in capitals, filled by ``diagnose``."""

@@ -1,0 +1,178 @@
+"""Numbers out of a measurement that may lack any of them: what is unknown stays None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastloop.records.measurement import DISTURBED, Measurement
+
+TENSOR_UNUSED_PCT = 2.0
+BEYOND = 0.15
+"""Share of the step: a trial that saves this much more than the parts it removes ran at another speed than the run."""
+TAKES_AWAY = {
+    "replayed": ("data_wait", "epoch_gap"),
+    "resident": ("data_wait", "epoch_gap", "h2d"),
+    "no_exchange": ("data_wait", "epoch_gap", "backward", "comm_exposed"),
+}
+"""The parts of the step in which each trial's savings lie. With several ranks also the backward, in which they wait for
+the one whose data comes last."""
+CPU_WORTH_PCT = 10.0
+"""Share of the step from which on host work is named on the CPU, where few steps measure it and it competes with the
+training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
+OFTEN = 0.5
+"""Synchronisations a step from which on a line counts as a cost of each step."""
+HAND_OVER_MS = 0.5
+"""What taking a batch from a worker costs the training process: 0.2 to 0.5 ms, more where all CPUs are busy. What is
+made in less gains nothing by being made elsewhere."""
+
+Source = Literal["trace", "counters", "nvml", "bound"]
+"""Where a figure for idle time comes from; `bound`: only an upper bound."""
+
+
+def to_number(value: Any) -> float | None:
+    """A finite number that is not negative; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        return None
+    return float(value)
+
+
+def read_step_ms(seen: Measurement) -> float | None:
+    """Mean time of a step; None where there is none."""
+    return to_number(seen.step_ms.get("mean")) or None
+
+
+def read_gpu(seen: Measurement, reading: str) -> float | None:
+    """A reading of the GPU's own counters, a mean over the window."""
+    return to_number(seen.gpu.get(reading))
+
+
+def read_trace(seen: Measurement) -> Mapping[str, Any] | None:
+    """What the trace window saw, if there was one."""
+    traced = seen.kernels
+    return traced if traced and not traced.get("skipped") and to_number(traced.get("busy_ms")) else None
+
+
+def read_family_shares(seen: Measurement) -> dict[str, float]:
+    """Kernel families as shares (0 to 1) of the device's busy time; empty without a trace."""
+    traced = read_trace(seen) or {}
+    busy, found = to_number(traced.get("busy_ms")), traced.get("families_ms") or {}
+    return {name: min(1.0, ms / busy) for name, value in found.items() if busy and (ms := to_number(value)) is not None}
+
+
+def micro_batches(seen: Measurement) -> int:
+    """Batches of one optimizer step on one rank; 1 where that is not known."""
+    if not seen.global_batch or not seen.micro_batch:
+        return 1
+    return max(1, round(seen.global_batch / max(1, seen.world_size) / seen.micro_batch))
+
+
+def read_activity(seen: Measurement) -> tuple[float | None, Source]:
+    """Per cent of the time with a kernel on the device, and whose reading it is."""
+    if (active := read_gpu(seen, "gr_active_pct")) is not None:
+        return active, "counters"
+    return read_gpu(seen, "nvml_busy_pct"), "nvml"
+
+
+def list_syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
+    """Lines that synchronise about every step or cost time, the most expensive first."""
+    dear = [
+        ((to_number(line.get("ms_per_step")) or 0.0, to_number(line.get("per_step")) or 0.0), line)
+        for line in seen.syncs
+    ]
+    return [line for cost, line in sorted(dear, key=lambda pair: pair[0], reverse=True) if cost[0] or cost[1] >= OFTEN]
+
+
+def read_garbage_ms(seen: Measurement) -> float:
+    """What passes of Python's garbage collector cost a step, a part of ``host_other``; 0 where none was seen."""
+    found = seen.evidence.get("garbage_collection") or {}
+    return min(to_number(found.get("ms_per_step")) or 0.0, to_number(seen.parts_ms.get("host_other")) or 0.0)
+
+
+def is_beyond(seen: Measurement, ceiling: str) -> bool:
+    """Whether a trial beat the run by clearly more than the parts that it takes away: T / (T - x) is all they allow."""
+    best, now, step = to_number(seen.ceilings.get(ceiling)), to_number(seen.samples_per_s), read_step_ms(seen)
+    if not best or not now or step is None or to_number(seen.parts_ms.get("data_wait")) is None:
+        return False
+    parts = {*TAKES_AWAY[ceiling], *(TAKES_AWAY["no_exchange"] if seen.world_size > 1 else ())}
+    return step * (1 - now / best) - sum(to_number(seen.parts_ms.get(part)) or 0.0 for part in parts) > BEYOND * step
+
+
+def compute_gain_pct(seen: Measurement, ceiling: str, over: str | None = None) -> float | None:
+    """What a trial without one cost gained over this run, or over another trial. A little less than nothing is 0.
+
+    None without such trials, and where one was so much slower than what it is held against, or than the run, that
+    something else disturbed it, or so much faster that something else disturbed the run.
+    """
+    best, now = to_number(seen.ceilings.get(ceiling)), to_number(seen.samples_per_s)
+    if over is not None:
+        disturbed = None in (compute_gain_pct(seen, ceiling), compute_gain_pct(seen, over))
+        now = None if disturbed else to_number(seen.ceilings.get(over))
+    if not best or not now or best < DISTURBED * now or is_beyond(seen, ceiling):
+        return None
+    return max(0.0, 100 * (best / now - 1))
+
+
+def _fp32_share(seen: Measurement) -> float:
+    """Share of fp32 in work that is fp32 and TF32; 0 where the work was not counted."""
+    convolutions = to_number(seen.flops.get("convolution")) or 0.0
+    products = sum(to_number(seen.flops.get(kind)) or 0.0 for kind in ("matmul", "attention"))
+    ours = convolutions if seen.peaks.get("matmul_tf32") else products
+    return ours / (products + convolutions) if products + convolutions else 0.0
+
+
+def precision(seen: Measurement) -> str | None:
+    """The numbers that most products work in: fp32, tf32, fp64, or mixed for any shorter; None where unknown."""
+    if (dtype := seen.peaks.get("dtype")) is not None:
+        if dtype == "fp32 + tf32":
+            return "fp32" if _fp32_share(seen) >= 0.5 else "tf32"
+        return str(dtype) if dtype in ("fp32", "tf32", "fp64") else "mixed"
+    if seen.precision is None or not seen.precision.startswith("32"):
+        return None if seen.precision is None else "fp64" if seen.precision.startswith("64") else "mixed"
+    may_tf32 = bool(seen.peaks.get("matmul_tf32") or seen.peaks.get("convolution_tf32"))
+    tensor = read_gpu(seen, "tensor_active_pct")
+    return "fp32" if not may_tf32 or (tensor is not None and tensor < TENSOR_UNUSED_PCT) else "tf32"
+
+
+# -- what the run and the user's own code are, for the cards of the rungs ----------------------------------------------
+
+
+def on_gpu(seen: Measurement) -> bool:
+    return seen.device == "cuda"
+
+
+def loader(seen: Measurement) -> Mapping[str, Any]:
+    """How the data was loaded; empty where that was not read."""
+    return seen.evidence.get("loader") or {}
+
+
+def already(seen: Measurement, what: str) -> bool:
+    """Whether the user's own script does this: ``compiled``, ``channels_last``, ``fused``."""
+    return bool((seen.evidence.get("model") or {}).get(what))
+
+
+def compiles(seen: Measurement) -> bool:
+    """Whether the user's own model is compiled."""
+    names = [str(kernel.get("name")) for kernel in (read_trace(seen) or {}).get("top") or ()]
+    return already(seen, "compiled") or any(name.startswith("triton") for name in names)
+
+
+def convolves(seen: Measurement) -> bool:
+    """Whether the model has 2-D convolutions."""
+    counted = to_number(seen.flops.get("convolution")) or to_number((seen.evidence.get("model") or {}).get("convs"))
+    return bool(counted or read_family_shares(seen).get("convolution"))
+
+
+def read_batch_ms(seen: Measurement) -> float | None:
+    """What the host spends on getting a batch: on a GPU more than the device waits for it."""
+    spent = to_number(seen.host_ms.get("data_wait"))
+    if spent is None and not on_gpu(seen):
+        spent = min(to_number(seen.parts_ms.get("data_wait")) or 0.0, read_step_ms(seen) or 0.0)
+    return None if spent is None else spent / micro_batches(seen)
+
+
+def is_worth_handing_over(seen: Measurement) -> bool:
+    """Whether making a batch takes longer than taking it from a worker process would, as far as is known."""
+    made = read_batch_ms(seen)
+    return made is None or made >= HAND_OVER_MS

@@ -1,0 +1,98 @@
+"""Keeping secrets out of everything that is written: files, reports, argument lists, error texts.
+
+A key whose last component holds token, key, secret or password names a secret (``recipe.api_key``, ``HF_TOKEN``). Its
+parents do not matter: ``keys.count`` is a count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+MASK = "***"
+SHORTEST = 4
+"""Characters a secret needs before its value is looked for in other text; shorter ones would hide ordinary words."""
+
+_WORDS = re.compile("token|key|secret|password", re.IGNORECASE)
+_ASSIGNMENT = re.compile(r"""([\w.-]+)["']?\s*[=:]\s*""")
+"""``key=``, ``key:`` or ``"key":`` inside one argument."""
+
+
+def is_secret(key: object) -> bool:
+    """Whether the last component of a key (``a.b.api_key``, ``--api-key``, ``HF_TOKEN``) names a secret."""
+    return isinstance(key, str) and bool(_WORDS.search(key.rpartition(".")[2]))
+
+
+def mask(nested: Any) -> Any:
+    """A copy in which the values of secret keys are ``***``.
+
+    Args:
+        nested: mappings, lists and scalars in any nesting: a configuration, an environment, an argument list. In lists,
+            ``trainer.api_key=abc``, ``{token: abc}`` and the pair ``--token``, ``abc`` are masked as well.
+    """
+    return _walk(nested, on_secret=lambda _: MASK, on_text=str)
+
+
+class Scrubber:
+    """Replaces secrets by key, as `mask` does, and by value: the text of a known secret inside any other text."""
+
+    def __init__(self, *nested: Any) -> None:
+        """Learn the secrets in nested values, wherever a key names one."""
+        found: set[str] = set()
+        for each in nested:
+            _walk(each, on_secret=lambda value: found.update(_texts(value)), on_text=str)
+        # The longest first: where one secret begins with another, nothing of the longer may stay behind.
+        self._secrets = sorted((text for text in found if len(text) >= SHORTEST), key=len, reverse=True)
+
+    def text(self, text: str) -> str:
+        """The text without any known secret."""
+        for secret in self._secrets:
+            text = text.replace(secret, MASK)
+        return text
+
+    def scrub(self, nested: Any) -> Any:
+        """A copy of nested values without secrets, by key and by value."""
+        return _walk(nested, on_secret=lambda _: MASK, on_text=self.text)
+
+
+def _walk(nested: Any, *, on_secret: Callable[[Any], Any], on_text: Callable[[str], str]) -> Any:
+    """A copy with secret values and plain texts replaced; null and booleans are never secret."""
+    if isinstance(nested, str):
+        return on_text(nested)
+    if isinstance(nested, Mapping):
+        return {
+            key: on_secret(value)
+            if is_secret(key) and _hides(value)
+            else _walk(value, on_secret=on_secret, on_text=on_text)
+            for key, value in nested.items()
+        }
+    if isinstance(nested, (list, tuple)):
+        return [_item(before, item, on_secret, on_text) for before, item in pairwise([None, *nested])]
+    return nested
+
+
+def _item(before: Any, item: Any, on_secret: Callable[[Any], Any], on_text: Callable[[str], str]) -> Any:
+    """One element of a list, which may be an argument list."""
+    if not isinstance(item, str):
+        return _walk(item, on_secret=on_secret, on_text=on_text)
+    if isinstance(before, str) and before.startswith("-") and "=" not in before and is_secret(before):
+        return item if item.startswith("--") else on_secret(item)
+    for assigned in _ASSIGNMENT.finditer(item):
+        if is_secret(assigned[1]):  # all that follows: a secret may hold commas and spaces
+            return f"{on_text(item[: assigned.end()])}{on_secret(item[assigned.end() :])}"
+    return on_text(item)
+
+
+def _hides(value: Any) -> bool:
+    return value is not None and not isinstance(value, (bool, Mapping))
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts a secret may show up as, as it is and as Python quotes it."""
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in _texts(item)]
+    if isinstance(value, str):
+        return [value, repr(value)[1:-1]]
+    return [str(value)] if _hides(value) else []

@@ -1,0 +1,65 @@
+"""A document as one page that needs no network and no JavaScript, from the templates beside this folder."""
+
+from __future__ import annotations
+
+from importlib import resources
+from itertools import groupby
+
+from fastloop.report.drawing.bars import Chart, choose_ink
+from fastloop.report.drawing.document import Document, Picture
+from fastloop.report.drawing.markdown import CODE, to_markdown
+from fastloop.report.drawing.svg import printable
+
+
+def draw_reports(document: Document) -> dict[str, str]:
+    """report.md and report.html, by name. Where the page cannot be made, there is none, and report.md says why."""
+    try:
+        return {"report.md": to_markdown(document), "report.html": to_html(document)}
+    except Exception as error:  # jinja2 is missing, say: it must not cost the other file
+        return {"report.md": to_markdown(document, f"There is no report.html: {type(error).__name__}: {error}")}
+
+
+def to_html(document: Document) -> str:
+    """The whole document.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    pictures = [*document.pictures, *(picture for section in document.sections for picture in section.pictures)]
+    return _render(
+        "document.html.jinja",
+        document=document,
+        why_no_picture=_explain_gaps(pictures),
+        columns=[
+            (is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)
+        ],
+    )
+
+
+def _render(template: str, **content: object) -> str:
+    """One of the templates, filled in: whatever is no ``Markup`` is escaped.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    import jinja2
+
+    def source(name: str) -> str:
+        return resources.files("fastloop.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+    made = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(source),
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    made.filters |= {"split_code": CODE.split, "choose_ink": choose_ink}
+    return made.get_template(template).render(content)
+
+
+def _explain_gaps(pictures: list[Picture | Chart]) -> str:
+    """One sentence where pictures failed, which they do together when matplotlib is missing."""
+    reasons = sorted({picture.why_not for picture in pictures if isinstance(picture, Picture) and picture.why_not})
+    return f"Not every picture could be drawn: {'; '.join(reasons)}." if reasons else ""

@@ -1,0 +1,1 @@
+"""The reports of A/Bs, climbs and tunings."""

@@ -1,0 +1,379 @@
+"""An A/B for people: the verdict with its interval, whether it is still the same training, and every run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+from statistics import median
+from typing import Any
+
+from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
+from fastloop.report.drawing.document import Document, Section, Table
+from fastloop.report.drawing.html import draw_reports
+from fastloop.report.experiments import ab_picture, verdict_words
+from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline, put_on_one_line
+from fastloop.report.run.summary import number, short
+from fastloop.report.run.tables import cut
+
+Pair = tuple[Comparison, ArmResult]
+"""A comparison and its arm's entry among the arms."""
+MOST_LINES = 14
+NAME_LETTERS = 44
+MEANING = (
+    "The run is the unit: each is a fresh process, and steps before the window (warm-up, compilation, cold caches) do"
+    " not count. The logarithm of each run's rate is explained by its arm and by its place in the order, so a machine"
+    " that drifts does not pass for a difference. Were the whole experiment repeated many times, about so many of its"
+    " intervals as the level says would hold the true ratio. The smallest visible difference is the one that this many"
+    " runs at this spread would have found four times out of five: smaller differences may exist."
+)
+AGAIN = (
+    "Run i of every arm trained with the i-th seed, in the order above; each run has a directory of its own beside"
+    " comparison.json, with its resolved configuration, its environment and its measurement."
+)
+CLOSING = "Only these arms were compared, on this machine and with these versions; another GPU asks for its own A/B."
+
+
+def lines(result: ExperimentResult) -> list[str]:
+    """What the terminal shows, verdict first: at most 14 lines, of comparison.json's content."""
+    pairs = rank(result)
+    best = pairs[0] if pairs else None
+    more = [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]
+    kinds: list[tuple[str, list[str]]] = [
+        ("RATE", _rate(result, best)),
+        ("PARITY", _parity(best)),
+        ("WHY", _why(result, best)),
+        ("", more),
+        ("ARMS", [verdict_words.together(result.comparisons)]),
+        ("INACTIVE", inactive(result)),
+        ("FLAG", ["; ".join(result.flags)]),
+        ("FAILED", failures(result)),
+        ("ON", [", ".join(describe_hardware(result.hardware))]),
+        ("FILES", [result.run_dir]),
+    ]
+    kinds = [(kind, found) for kind, said in kinds if (found := [text for text in said if text])]
+    while sum(len(said) for _, said in kinds) > MOST_LINES - 1:
+        longest = max((said for _, said in kinds), key=len)
+        longest[-2:] = [f"{longest[-2]}; {longest[-1].strip()}"]
+    return put_on_one_line(
+        [_first(result, best), *(f"{kind:<8} {line}" if kind else line for kind, said in kinds for line in said)]
+    )
+
+
+def reports(result: ExperimentResult) -> dict[str, str]:
+    """report.md and report.html, of comparison.json's content."""
+    return draw_reports(make_document(result))
+
+
+def rank(result: ExperimentResult) -> list[Pair]:
+    """Each comparison with its arm, the best first."""
+    arms = {arm.name: arm for arm in result.arms}
+    pairs = [(one, arms.get(one.arm, ArmResult(name=one.arm))) for one in result.comparisons]
+    return sorted(pairs, key=_order)
+
+
+def _order(pair: Pair) -> tuple[int, bool, float]:
+    """By verdict, then those whose parity is shown, then by ratio."""
+    return WORDS.index(verdict_words.word(*pair)), not pair[0].parity.passed, -(pair[0].ratio or 0.0)
+
+
+def make_document(result: ExperimentResult) -> Document:
+    """The whole report, for Markdown and for the page."""
+    pairs = rank(result)
+    headline, best = verdict(result), pairs[0] if pairs else None
+    setting = (result.name, _against(result, best), *describe_hardware(result.hardware))
+    partial = ["PARTIAL: the experiment did not end"] if result.partial else []
+    parity = verdict_words.line(best[0].parity) if best else ""
+    together = verdict_words.together(result.comparisons)
+    return Document(
+        kind="A/B",
+        verdict=headline[:1] + headline[1:].lower(),
+        tone=verdict_words.tone(headline),
+        lede=_lede(result, best),
+        also=tuple(
+            filter(
+                None,
+                [
+                    f"Parity: {parity}." if parity else "",
+                    *(_describe(*pair) for pair in pairs[1:]),
+                    together and f"{together}.",
+                ],
+            )
+        ),
+        lines=tuple(lines(result)),
+        run=tuple(filter(None, setting)),
+        pictures=ab_picture.draw(picture_arms(result), result.band_pct),
+        flags=(*partial, *result.flags),
+        picture_title="Every run, and the result",
+        no_picture="n/a: no run finished.",
+        sections=_make_sections(result, pairs),
+        closing=CLOSING,
+    )
+
+
+def verdict(result: ExperimentResult) -> str:
+    """The headline: of the best arm, or that there is nothing to judge."""
+    pairs = rank(result)
+    if pairs:
+        return headline(*pairs[0])
+    return "FAILED" if result.failures or any(arm.failed for arm in result.arms) else "INSUFFICIENT"
+
+
+def _first(result: ExperimentResult, best: Pair | None) -> str:
+    named = ": ".join(filter(None, [result.name, _against(result, best)]))
+    partial = "   PARTIAL: the experiment did not end" if result.partial else ""
+    return f"fastloop {verdict(result)}   {named}".rstrip() + partial
+
+
+def _against(result: ExperimentResult, best: Pair | None) -> str:
+    names = [_shorten(arm.name) for arm in result.arms[:1]] + ([_shorten(best[0].arm)] if best else [])
+    return " vs ".join(names)
+
+
+def _shorten(name: str) -> str:
+    """An arm's name where there is little room: of a long one, both ends."""
+    return cut(name, NAME_LETTERS)
+
+
+def _describe(one: Comparison, arm: ArmResult) -> str:
+    """One of the other arms in a line: verdict, interval, parity where it did not hold."""
+    claim = f"{headline(one, arm)}   {_shorten(one.arm)}"
+    if verdict_words.word(one, arm) == "PARITY FAILED":
+        return f"{claim}: {verdict_words.line(one.parity)}"
+    if one.ci95 is None:
+        return f"{claim}: {arm.failed or one.why or 'n/a'}"
+    held = ", parity passed" if one.parity.passed else ""
+    return f"{claim} ({verdict_words.between(one)}, {verdict_words.level(one)}{held})"
+
+
+def _rate(result: ExperimentResult, best: Pair | None) -> list[str]:
+    """Medians of both arms, and how sure the ratio is."""
+    shown = [*result.arms[:1], *([best[1]] if best else [])]
+    rates = [f"{_shorten(arm.name)} {short(middle(arm))}" for arm in shown]
+    rates[:1] = [f"{text} samples/s" for text in rates[:1]]
+    if not rates or best is None:
+        return [", ".join(rates)]
+    one = best[0]
+    sure = "no interval"
+    if one.ci95 is not None:
+        sure = f"interval of the ratio {verdict_words.between(one)}, {verdict_words.level(one)}"
+    visible = "" if one.mde_pct is None else f"; smallest visible difference {number(one.mde_pct)} %"
+    return [f"{', '.join(rates)} ({_count(shown)}; {sure}){visible}{_explain_medians(one, shown)}"]
+
+
+def _explain_medians(one: Comparison, arms: Sequence[ArmResult]) -> str:
+    """What to add where a ratio is claimed and the medians beside it say the opposite."""
+    middles, ratio = [middle(arm) for arm in arms], one.ratio
+    if len(middles) < 2 or not middles[0] or not middles[1] or ratio is None:
+        return ""
+    if verdict_words.word(one) not in ("FASTER", "SLOWER") or (middles[1] - middles[0]) * (ratio - 1) >= 0:
+        return ""
+    return "; the medians point the other way, for only the ratio takes out the order of the runs"
+
+
+def _count(arms: Sequence[ArmResult]) -> str:
+    """How many runs the figures stand on."""
+    counts = [len(arm.samples_per_s) for arm in arms]
+    of = "medians of " if max(counts) > 1 else ""
+    if len(set(counts)) == 1:
+        return f"{of}{counts[0]} run{'' if counts[0] == 1 else 's'} of each"
+    return f"{of}{' and '.join(map(str, counts))} runs"
+
+
+def _parity(best: Pair | None) -> list[str]:
+    return [verdict_words.line(best[0].parity)] if best else []
+
+
+def _why(result: ExperimentResult, best: Pair | None) -> list[str]:
+    """The reason, where the lines above do not say it all."""
+    if best is None:
+        return [_lede(result, best)]
+    if verdict_words.word(*best) in ("FASTER", "SLOWER") and best[0].parity.passed:
+        return []
+    return [_lede(result, best).removesuffix(f"; {best[0].parity.why}")]
+
+
+def _lede(result: ExperimentResult, best: Pair | None) -> str:
+    if best is None:
+        failed = [f"{arm.name}: {arm.failed}" for arm in result.arms if arm.failed]
+        return "; ".join(failed) or "no arm could be compared with the base"
+    return best[0].why or best[1].failed or "n/a"
+
+
+def inactive(result: ExperimentResult) -> list[str]:
+    """Enabled rungs without effect, an arm a line: no credit is theirs."""
+    found = []
+    for arm in result.arms:
+        why = arm.inactive_why
+        rungs = [f"{rung}{f' ({why[rung]})' if why.get(rung) else ''}" for rung in arm.inactive_rungs]
+        found += [f"{_shorten(arm.name)}: {', '.join(rungs)}: no credit"] if rungs else []
+    return found
+
+
+def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Section, ...]:
+    parity = verdict_words.table([(one.arm, one.parity) for one, _ in pairs])
+    tables = (_arms(result), _comparisons(pairs), parity, changed(result))
+    made = [Section(title=table.title, table=table) for table in tables]
+    for failure, line in zip(result.failures, failures(result), strict=True):
+        made.append(Section(title=f"Failed: {failure.arm}", text=(line,), code=failure.tail))
+    warm = number(result.warmup_steps, ",.0f")
+    how = f"{number(result.steps, ',.0f')} steps a run, {warm} of them before the window. {AGAIN}"
+    return (
+        *made,
+        Section(title="Every run, in order", table=runs(result)),
+        Section(title="How to read and repeat this", text=(MEANING, how)),
+        Section(title="Where it ran", listed=describe_hardware(result.hardware)),
+    )
+
+
+def _arms(result: ExperimentResult) -> Table:
+    """What each arm reached, and which of its rungs took."""
+    rows = [
+        (
+            arm.name,
+            short(middle(arm)),
+            number(arm.step_ms, ",.2f"),
+            number(arm.peak_gib, ",.2f"),
+            number(arm.global_batch, ",.0f"),
+            str(arm.runs),
+            ", ".join(arm.active_rungs) or "none",
+            ", ".join(f"{rung}: {arm.inactive_why.get(rung) or 'n/a'}" for rung in arm.inactive_rungs) or "none",
+            arm.failed or "-",
+        )
+        for arm in result.arms
+    ]
+    head = (
+        "arm",
+        "samples/s",
+        "step ms",
+        "peak GiB",
+        "global batch",
+        "runs",
+        "rungs that took",
+        "without effect",
+        "failed",
+    )
+    return Table(
+        title="Arms",
+        head=head,
+        rows=tuple(rows),
+        numeric=(1, 2, 3, 4, 5),
+        note="Medians over the runs. A rung that had no effect gets no credit.",
+    )
+
+
+def _comparisons(pairs: Sequence[Pair]) -> Table:
+    rows = [
+        (
+            one.arm,
+            verdict_words.word(one, arm),
+            verdict_words.times(one),
+            verdict_words.between(one),
+            verdict_words.level(one),
+            number(one.mde_pct, ",.1f", "%"),
+            one.why or "n/a",
+        )
+        for one, arm in pairs
+    ]
+    head = ("arm", "verdict", "ratio", "interval", "level", "smallest visible", "why")
+    return Table(
+        title="Against the base",
+        head=head,
+        rows=tuple(rows),
+        numeric=(2, 3, 4, 5),
+        note="The ratio takes out the order of the runs, which medians do not."
+        if rows
+        else "n/a: nothing was compared.",
+    )
+
+
+# -- the runs behind a comparison: what each reached, which failed and how, and what their arms were set to ------------
+
+
+def middle(arm: ArmResult) -> float | None:
+    """The median rate of an arm's runs, samples per second."""
+    return median(arm.samples_per_s) if arm.samples_per_s else None
+
+
+def failures(result: ExperimentResult) -> list[str]:
+    """Each failed run in a line: cause, rank, last step."""
+    found = []
+    for failure in result.failures:
+        where = [
+            f"{label} {value}"
+            for label, value in (("rank", failure.rank), ("last step", failure.last_step))
+            if value is not None
+        ]
+        run = "" if failure.run is None else f", run {failure.run}"
+        found.append(", ".join([f"{failure.arm}{run}: {failure.cause or 'n/a'}", *where]))
+    return found
+
+
+def runs(result: ExperimentResult) -> Table:
+    """A row for each run that began, in the order they ran."""
+    known = {
+        place: (str(seed), short(rate))
+        for arm in result.arms
+        for place, rate, seed in zip_longest(arm.places, arm.samples_per_s, arm.seeds[: len(arm.places)])
+    }
+    rows = [(str(place + 1), name, *known.get(place, ("n/a", "no result"))) for place, name in enumerate(result.order)]
+    return Table(
+        title="Every run, in order",
+        head=("place", "arm", "seed", "samples/s"),
+        rows=tuple(rows),
+        numeric=(0, 2, 3),
+        note="" if rows else "n/a: no run began.",
+    )
+
+
+def changed(result: ExperimentResult) -> Table:
+    """What each arm is set to where the base is set otherwise."""
+    rows = [
+        (arm, key, _format(base), _format(other))
+        for arm, keys in result.config_diff.items()
+        for key, base, other in keys
+    ]
+    return Table(
+        title="Configuration that differs",
+        head=("arm", "key", "base", "arm's"),
+        rows=tuple(rows),
+        note="" if rows else "Nothing differs: an A/A test of the false-alarm rate.",
+    )
+
+
+def _format(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+# -- what the picture shows of each arm --------------------------------------------------------------------------------
+
+
+def picture_arms(result: ExperimentResult) -> list[ab_picture.Arm]:
+    """The arms in the order of the file: their runs, lost ones, the ratio."""
+    comparisons = {one.arm: one for one in result.comparisons}
+    made = []
+    for index, arm in enumerate(result.arms):
+        one = comparisons.get(arm.name)
+        ran = tuple((place + 1, rate) for place, rate in zip(arm.places, arm.samples_per_s, strict=False))
+        is_claimed = one is not None and verdict_words.word(one) != "PARITY FAILED"
+        made.append(
+            ab_picture.Arm(
+                name=arm.name,
+                runs=ran,
+                lost=tuple(
+                    at for at, name in enumerate(result.order, start=1) if name == arm.name and at not in dict(ran)
+                ),
+                verdict=_verdict_in_picture(arm, one, is_base=not index),
+                ratio=one.ratio if one and is_claimed else None,
+                ends=one.ci95 if one else None,
+            )
+        )
+    return made
+
+
+def _verdict_in_picture(arm: ArmResult, one: Comparison | None, *, is_base: bool) -> str:
+    if arm.failed and not (one and one.ci95):
+        return "FAILED"
+    if is_base:
+        return f"base, {short(middle(arm))} samples/s"
+    return "not judged" if one is None else headline(one, arm).partition(",")[0]

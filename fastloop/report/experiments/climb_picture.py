@@ -1,0 +1,101 @@
+"""The picture of a climb: from naive to top, a bar for each rung that was tried, and the ceilings over the top.
+
+What a kept rung added is solid, what was there before is faint; an attempt that was rolled back is hatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastloop.report.drawing.bars import Bar, Chart, Entry, Mark, Row, choose_ticks
+from fastloop.report.run.summary import short
+from fastloop.report.run.tables import cut
+
+_NAIVE, _STEP, _TOP, _PREDICTED = "#8f9aa5", "#2f6fb5", "#2a9d74", "#e8a317"
+NAME_LETTERS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rung that was tried. Rates in samples per second; None where not known."""
+
+    name: str
+    kept: bool
+    why: str
+    saved_ms: float | None
+    rate: float | None
+    predicted: float | None
+    ends: tuple[float, float] | None
+    """Interval of the rate."""
+
+
+def draw(
+    naive: float | None, attempts: Sequence[Step], top: float | None, ceilings: Sequence[tuple[str, float]]
+) -> tuple[Chart, ...]:
+    """The picture; nothing where the start's rate is not known.
+
+    Args:
+        naive: samples per second of the start.
+        top: of the stack that was kept; None where only the attempts know it.
+        ceilings: name and samples per second of what the top stands under.
+    """
+    if naive is None:
+        return ()
+    levels = [naive]
+    for step in attempts:
+        levels.append(step.rate if step.kept and step.rate is not None else levels[-1])
+    last = levels[-1] if top is None else top
+    reached = [rate for step in attempts for rate in (step.rate, step.predicted) if rate is not None]
+    limits = tuple(Mark(rate, "dashed") for _, rate in ceilings)
+    rows = [
+        _draw_end("naive", naive, _NAIVE, limits),
+        *(_draw_attempt(step, level, limits) for step, level in zip(attempts, levels, strict=False)),
+        _draw_end("top", last, _TOP, limits),
+    ]
+    high = 1.04 * max(naive, last, *reached, *(rate for _, rate in ceilings))
+    legend = [Entry("dashed", "currentColor", name, f"{short(rate)} samples/s") for name, rate in ceilings]
+    if any(step.predicted is not None for step in attempts):
+        legend.append(Entry("diamond", _PREDICTED, "predicted before it was tried"))
+    chart = Chart(
+        alt_text=describe(naive, attempts, top, ceilings),
+        rows=tuple(rows),
+        high=high,
+        ticks=choose_ticks(0, high),
+        legend=tuple(legend),
+        note="Samples per second. Faint: what the climb had before the attempt. Hatched: rolled back.",
+        is_stacked=True,
+    )
+    return (chart,)
+
+
+def describe(naive: float, attempts: Sequence[Step], top: float | None, ceilings: Sequence[tuple[str, float]]) -> str:
+    """The picture in words."""
+    tried = [f"{step.name} {short(step.rate)}{'' if step.kept else ' (rolled back)'}" for step in attempts]
+    ends = [f"top {short(top)}", *(f"{name} {short(rate)}" for name, rate in ceilings)]
+    return f"Samples per second: {', '.join([f'naive {short(naive)}', *tried, *ends])}."
+
+
+def _draw_end(name: str, rate: float, colour: str, limits: tuple[Mark, ...]) -> Row:
+    return Row(name=name, bars=(Bar(0, rate, colour),), marks=limits, value=short(rate), weight="strong")
+
+
+def _draw_attempt(step: Step, before: float, limits: tuple[Mark, ...]) -> Row:
+    """One attempt: what it added to the rate before it, or would have; its interval; what was predicted."""
+    bars = [Bar(0, before, _STEP if step.kept else _NAIVE, "faint")]
+    if step.rate is not None:
+        low, high = sorted((before, step.rate))
+        bars.append(Bar(low, high, _STEP) if step.kept else Bar(low, high, style="hatched"))
+    if step.ends is not None:
+        bars.append(Bar(*step.ends, style="whisker"))
+    predicted = () if step.predicted is None else (Mark(step.predicted, "diamond", _PREDICTED),)
+    saved = "" if step.saved_ms is None else f"{-step.saved_ms:+,.3g} ms"
+    return Row(
+        name=cut(step.name, NAME_LETTERS),
+        bars=tuple(bars),
+        marks=(*limits, *predicted),
+        value=short(step.rate),
+        detail=saved if step.kept else "rolled back",
+        note="" if step.kept else step.why or "n/a",
+        weight="" if step.kept else "soft",
+    )

@@ -1,0 +1,218 @@
+"""A climb for people: what is proven of the top, what each rung was predicted to save and what it saved.
+
+The ladder that it leaves is YAML with these figures as comments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import indent, wrap
+
+from fastloop.records.climb import Attempt, ClimbFile, Confirmation, select_broken, select_unanswered
+from fastloop.records.yaml_text import dump_yaml
+from fastloop.report.drawing.document import Document, Section, Table
+from fastloop.report.drawing.html import draw_reports
+from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
+from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
+from fastloop.report.run.summary import number, short
+
+MOST_LINES = 14
+SCREEN = "screening proves nothing; a fresh A/B test of the best stack against the baseline does"
+HOW = (
+    "The climb takes the family of rungs with the highest ceiling, predicts what its next rung saves, tunes the rung's"
+    " own numbers by step time, and screens it against what was there before. A rung is kept where it seems faster and"
+    " the training is still the same; otherwise it is rolled back, and the next attempt begins where this one did."
+)
+PARTIAL = "PARTIAL: the climb did not end"
+CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
+
+
+def lines(climb: ClimbFile) -> list[str]:
+    """What the terminal shows, verdict first: at most 14 lines."""
+    kept, back = _split(climb)
+    notes = climb_rows.list_notes(climb)
+    limits = ", ".join(
+        f"{name} {short(rate)}{f' ({notes[name]})' if name in notes else ''}"
+        for name, rate in climb_rows.list_ceilings(climb)
+    )
+    over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
+    limits += f"; of the top: {', '.join(f'{name} {short(rate)}' for name, rate in over_top)}" if over_top else ""
+    kinds: list[tuple[str, list[str]]] = [
+        ("PROOF" if climb.confirmed else "WHY", [_explain(climb)]),
+        ("RATE", [_compare_rates(climb)]),
+        ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
+        ("BACK", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
+        ("CEILINGS", [f"{limits} samples/s"] if limits else []),
+        ("STOPPED", [_describe_end(climb)]),
+        ("ON", [", ".join(describe_hardware(climb.hardware))]),
+        ("FILES", [climb.run_dir]),
+    ]
+    kinds = [(kind, found) for kind, texts in kinds if (found := [text for text in texts if text])]
+    while sum(len(texts) for _, texts in kinds) > MOST_LINES - 1:
+        longest = max((texts for _, texts in kinds), key=len)
+        longest[-2:] = ["; ".join(longest[-2:])]
+    partial = f"   {PARTIAL}" if climb.partial else ""
+    first = f"fastloop {verdict(climb)}   {climb.name}".rstrip() + partial
+    return put_on_one_line([first, *(f"{kind:<8} {line}" for kind, texts in kinds for line in texts)])
+
+
+def reports(climb: ClimbFile) -> dict[str, str]:
+    """report.md and report.html."""
+    return draw_reports(make_document(climb))
+
+
+def verdict(climb: ClimbFile) -> str:
+    """The headline: the confirmed ratio, or what is missing for one."""
+    kept, back = _split(climb)
+    if climb.confirmed:
+        headline = verdict_words.headline(climb.confirmed)
+        return f"CONFIRMED {headline}" if headline.startswith("FASTER") else f"NOT CONFIRMED: {headline}"
+    if kept:
+        return f"{len(kept)} RUNG{'' if len(kept) == 1 else 'S'} KEPT, NOTHING CONFIRMED"
+    tried = bool(climb.rungs) or "budget" not in (climb.stopped or "budget")
+    if not tried or climb.partial:
+        return "NOT FINISHED"
+    if select_broken(back):
+        return "NOTHING KEPT: PARITY FAILED"
+    return "NOTHING KEPT, NOT ALL COULD BE JUDGED" if select_unanswered(back) else "NOTHING TO GAIN"
+
+
+def make_document(climb: ClimbFile) -> Document:
+    """The whole report, for Markdown and for the page."""
+    headline = verdict(climb)
+    good = (headline.startswith("CONFIRMED") and "," not in headline) or headline == "NOTHING TO GAIN"
+    rates, error_pct = _compare_rates(climb), climb_rows.compute_median_error_pct(climb)
+    predicted = "" if error_pct is None else f"The predictions were off by {number(error_pct, ',.0f')} % (median)."
+    return Document(
+        kind="climb",
+        verdict=headline[:1] + headline[1:].lower(),
+        tone="good" if good else "unknown",
+        lede=_explain(climb),
+        lines=tuple(lines(climb)),
+        also=tuple(filter(None, [f"{rates[:1].upper()}{rates[1:]}.", predicted])),
+        run=tuple(filter(None, [climb.name, *describe_hardware(climb.hardware)])),
+        flags=(PARTIAL,) if climb.partial else (),
+        pictures=climb_picture.draw(
+            climb_rows.compute_naive_rate(climb),
+            climb_rows.list_steps(climb),
+            climb_rows.compute_top_rate(climb),
+            climb_rows.list_ceilings_over_top(climb),
+        ),
+        picture_title="From naive to top",
+        sections=_make_sections(climb),
+        closing=CLOSING,
+    )
+
+
+def ladder_yaml(climb: ClimbFile) -> str:
+    """The top as a ladder: its rungs alone, each under what it was predicted to save and saved."""
+    stack = climb.stack.get("rungs") or {}
+    where = filter(None, [", ".join(describe_hardware(climb.hardware)), climb.date or ""])
+    head = [
+        f"The ladder that fastloop climb found for {climb.name or 'n/a'} on {'; '.join(where)}.",
+        f"{_explain(climb)}.",
+        f"{_compare_rates(climb)}.",
+        "Use it without any search: fastloop run CONF --config THIS_FILE",
+    ]
+    text = _comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
+    kept, _ = _split(climb)
+    for name, settings in stack.items():
+        figures = [_describe_figures(each) for each in kept if name in (each.rung, *each.patch.get("rungs", {}))]
+        text += _comment(figures or ["on from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
+    return text
+
+
+def _comment(texts: Sequence[str], margin: str) -> str:
+    wrapped = [
+        part
+        for line in put_on_one_line(texts)
+        for part in wrap(line, 108, subsequent_indent="  ", break_long_words=False)
+    ]
+    return "".join(f"{margin}# {line}\n" for line in wrapped)
+
+
+def _describe_figures(attempt: Attempt) -> str:
+    parity = verdict_words.line(attempt.parity) or "n/a"
+    change = f"step {short(attempt.step_ms_before)} to {short(attempt.step_ms_after)} ms"
+    return f"{attempt.name}: {climb_rows.describe_saving(attempt)}, {change}; parity {parity}"
+
+
+def _split(climb: ClimbFile) -> tuple[list[Attempt], list[Attempt]]:
+    """The rungs that were kept, and those that were rolled back."""
+    return [each for each in climb.rungs if each.kept], [each for each in climb.rungs if not each.kept]
+
+
+def _describe_confirmation(found: Confirmation) -> str:
+    """The confirmation in a sentence."""
+    sure = f"{verdict_words.between(found)}, {verdict_words.level(found)}, {found.runs or 'n/a'} runs of each"
+    ratio = "" if verdict_words.word(found) == "PARITY FAILED" else f"{verdict_words.times(found)} ({sure}), "
+    return f"Best stack against baseline, fresh runs: {ratio}parity {verdict_words.line(found.parity) or 'n/a'}"
+
+
+def _explain(climb: ClimbFile) -> str:
+    """What the headline stands on, or what keeps it from being a ratio."""
+    if climb.confirmed:
+        return _describe_confirmation(climb.confirmed)
+    kept, back = _split(climb)
+    if kept:
+        return f"Nothing is confirmed yet; {SCREEN}"
+    if broken := select_broken(back):
+        return f"Faster, but parity failed: {', '.join(each.name for each in broken)}"
+    if (unanswered := select_unanswered(back)) and not climb.partial:
+        return f"No answer on {', '.join(each.name for each in unanswered)}"
+    return (climb.stopped or "no rung was tried").removeprefix("nothing to gain: ")
+
+
+def _compare_rates(climb: ClimbFile) -> str:
+    """Both ends of the climb, as its own trials measured them; no ratio, which only fresh runs may give."""
+    ends = (
+        ("naive", climb_rows.compute_naive_rate(climb), climb.naive),
+        ("top", climb_rows.compute_top_rate(climb), climb.top),
+    )
+    return ", ".join(f"{name} {short(rate)} samples/s ({short(end.step_ms, 'ms')} a step)" for name, rate, end in ends)
+
+
+def _describe_end(climb: ClimbFile) -> str:
+    spent, budget = climb.spent_s, climb.budget_s
+    of = "" if budget is None else f" of {short(budget / 60)}"
+    time = "" if spent is None else f"{short(spent / 60)}{of} min spent"
+    return "; ".join(filter(None, [climb.stopped, time]))
+
+
+def _make_ceiling_table(climb: ClimbFile) -> Table:
+    first, last = dict(climb_rows.list_ceilings(climb)), dict(climb_rows.list_ceilings(climb, top=True))
+    rows = [(name, number(first.get(name)), number(last.get(name))) for name in {**first, **last}]
+    notes = "".join(f"; {name} {how}" for name, how in climb_rows.list_notes(climb).items())
+    note = (
+        f"Each from a trial with a cost taken away{notes}. With other arithmetic the top may pass those of the start."
+    )
+    return Table(
+        title="Ceilings",
+        head=("if", "naive samples/s", "top samples/s"),
+        rows=tuple(rows),
+        numeric=(1, 2),
+        note=note if rows else "n/a: none was measured.",
+    )
+
+
+def _make_sections(climb: ClimbFile) -> tuple[Section, ...]:
+    rungs, ended = climb_rows.make_table(climb), _describe_end(climb)
+    parity = verdict_words.table(
+        [(each.name, each.parity) for each in climb.rungs]
+        + ([("naive vs top", climb.confirmed.parity)] if climb.confirmed else []),
+        "rung",
+    )
+    tuned = tuple(
+        f"{each.name}: {', '.join(f'{key} = {value}' for key, value in each.tuned.items())}"
+        for each in climb.rungs
+        if each.tuned
+    )
+    return (
+        Section(title=rungs.title, table=rungs),
+        Section(title="The ladder", code=ladder_yaml(climb)),
+        Section(title="Parity", table=parity),
+        Section(title="Ceilings", table=_make_ceiling_table(climb)),
+        *([Section(title="Numbers that were tuned", listed=tuned)] if tuned else []),
+        Section(title="How it climbed", text=(HOW, *([f"It ended: {ended}."] if ended else []))),
+        Section(title="Where it ran", listed=describe_hardware(climb.hardware)),
+    )

@@ -1,0 +1,143 @@
+"""What a climb tried, rung by rung, as rates: what each attempt began with, reached and was predicted to reach."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from fastloop.records.climb import TOP, Attempt, ClimbFile
+from fastloop.records.experiment import Outcome
+from fastloop.report.drawing.document import Table
+from fastloop.report.experiments.climb_picture import Step
+from fastloop.report.run.summary import number, short
+
+CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
+
+
+def list_steps(climb: ClimbFile) -> list[Step]:
+    """Every attempt, in the order of the climb."""
+    per_step = samples_per_step(climb)
+    made = []
+    for attempt in climb.rungs:
+        before = attempt.step_ms_before
+        low, high = (_rate(per_step, _less(before, end)) for end in attempt.ci95_saved_ms or (None, None))
+        made.append(
+            Step(
+                name=attempt.rung,
+                kept=attempt.kept,
+                why=attempt.why,
+                saved_ms=attempt.measured_saved_ms,
+                rate=_rate(per_step, attempt.step_ms_after),
+                predicted=_rate(per_step, _less(before, attempt.predicted_saved_ms)),
+                ends=None if low is None or high is None else (low, high),
+            )
+        )
+    return made
+
+
+def samples_per_step(climb: ClimbFile) -> float | None:
+    """Samples of one optimizer step, all ranks: what turns milliseconds into rates."""
+    for end in (climb.naive, climb.top):
+        if end.samples_per_s and end.step_ms:
+            return end.samples_per_s * end.step_ms / 1000
+    return None
+
+
+def _rate(per_step: float | None, step_ms: float | None) -> float | None:
+    return None if per_step is None or step_ms is None or step_ms <= 0 else 1000 * per_step / step_ms
+
+
+def _less(before: float | None, saved: float | None) -> float | None:
+    return None if before is None or saved is None else before - saved
+
+
+def compute_naive_rate(climb: ClimbFile) -> float | None:
+    """Samples per second of the start."""
+    rate = climb.naive.samples_per_s
+    return rate if rate is not None else _rate(samples_per_step(climb), climb.naive.step_ms)
+
+
+def compute_top_rate(climb: ClimbFile) -> float | None:
+    """Samples per second of the top."""
+    rate = climb.top.samples_per_s
+    return rate if rate is not None else _rate(samples_per_step(climb), climb.top.step_ms)
+
+
+def list_ceilings(climb: ClimbFile, *, top: bool = False) -> list[tuple[str, float]]:
+    """Name and rate of each ceiling of the start, or of the top, that was measured, the lowest first."""
+    rates = climb.ceilings_top_samples_per_s if top else climb.ceilings_samples_per_s
+    found = [(name, rate) for key, name in CEILING.items() if (rate := rates.get(key)) is not None]
+    return sorted(found, key=lambda entry: entry[1])
+
+
+def list_ceilings_over_top(climb: ClimbFile) -> list[tuple[str, float]]:
+    """The ceilings of the top; where none was measured, of the start, which other arithmetic may surpass."""
+    return list_ceilings(climb, top=True) or list_ceilings(climb)
+
+
+def list_notes(climb: ClimbFile) -> dict[str, str]:
+    """How the ceilings came about that no trial has measured, by name."""
+    return {
+        f"{name}{' of the top' if end else ''}": climb.ceilings_notes[key + end]
+        for end in ("", TOP)
+        for key, name in CEILING.items()
+        if climb.ceilings_notes.get(key + end)
+    }
+
+
+def format_interval(attempt: Attempt) -> str:
+    """The interval of the saved milliseconds; n/a without one."""
+    ends = attempt.ci95_saved_ms
+    return "n/a" if ends is None else f"{short(ends[0])} to {short(ends[1])}"
+
+
+def describe_saving(attempt: Attempt) -> str:
+    """What a rung saved, beside what was predicted, in one phrase."""
+    ends = "" if attempt.ci95_saved_ms is None else f"{format_interval(attempt)}, "
+    return f"saved {short(attempt.measured_saved_ms, 'ms')} ({ends}predicted {short(attempt.predicted_saved_ms)})"
+
+
+def compute_median_error_pct(climb: ClimbFile) -> float | None:
+    """The median error of the predictions, in percent of what was saved, sign left out."""
+    errors = [abs(each.prediction_error_pct) for each in climb.rungs if each.prediction_error_pct is not None]
+    return median(errors) if errors else None
+
+
+def make_table(climb: ClimbFile) -> Table:
+    """A row for each attempt."""
+    rows = [
+        (
+            f"{attempt.name}{f' ({attempt.family})' if attempt.family else ''}",
+            _format_change(attempt),
+            short(attempt.predicted_saved_ms),
+            short(attempt.measured_saved_ms),
+            format_interval(attempt),
+            number(attempt.prediction_error_pct, "+,.0f"),
+            _format_parity(attempt),
+            f"{'kept' if attempt.kept else 'rolled back'}: {attempt.why or 'n/a'}",
+        )
+        for attempt in climb.rungs
+    ]
+    head = ("rung (family)", "step ms", "predicted", "saved ms", "interval", "error %", "parity", "outcome")
+    note = (
+        "Saved milliseconds of an optimizer step. Each rung was screened with few runs, and winners were kept: such"
+        " figures flatter. They tell which rung to keep, not how fast the top is."
+    )
+    return Table(
+        title="Rungs, in the order of the climb",
+        head=head,
+        rows=tuple(rows),
+        numeric=(1, 2, 3, 4, 5),
+        note=note if rows else "n/a: no rung was tried.",
+    )
+
+
+def _format_parity(attempt: Attempt) -> str:
+    parity = attempt.parity
+    held = {True: "passed", False: "FAILED", None: "not shown"}[parity.passed]
+    return "n/a" if parity == Outcome() else f"{parity.parity_class}, {held}"
+
+
+def _format_change(attempt: Attempt) -> str:
+    """The step before and after; n/a where the rung was not trained."""
+    before, after = short(attempt.step_ms_before), short(attempt.step_ms_after)
+    return "n/a" if before == after == "n/a" else f"{before} to {after}"

@@ -1,0 +1,1 @@
+"""The report of one run: summary, tables, pictures, Markdown and HTML."""

@@ -1,0 +1,91 @@
+"""What makes the figures of a run doubtful, in a sentence each: the machine, the hour, trials that were disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, uneven
+from fastloop.records.plan import Finding
+
+DRIFTED_PCT = 10.0
+LONG_STEPS = ("the mean step is", "took so long that")
+"""Words of a finding about a few long steps."""
+
+
+def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
+    """What to hold against the figures, as one text, without what the findings say; empty where nothing is known."""
+    is_named = any(words in finding.why for finding in findings for words in LONG_STEPS)
+    caveats = [*seen.state, *_no_trace(seen), *([] if is_named else _uneven(seen)), *_disturbed(seen), *_drifted(seen)]
+    return ["; ".join(caveats)] if caveats else []
+
+
+def _no_trace(seen: Measurement) -> list[str]:
+    """A trace that was asked for and is not there, or not all of it."""
+    found = seen.kernels or {}
+    if skipped := found.get("skipped"):
+        return [f"no trace: {skipped}"]
+    steps, wanted = found.get("steps") or 0, found.get("asked_steps") or 0
+    ended = f"the trace is of {steps} {'step' if steps == 1 else 'steps'}, not {wanted}: training ended early"
+    return [ended] if 0 < steps < wanted else []
+
+
+def _uneven(seen: Measurement) -> list[str]:
+    """Some steps are so long that the means are theirs."""
+    times = uneven(seen)
+    return (
+        []
+        if times is None
+        else [f"the mean step is {times:.1f} times the median one: a few long steps distort these figures"]
+    )
+
+
+def _disturbed(seen: Measurement) -> list[str]:
+    now = seen.samples_per_s
+    slow = [(name, rate) for name in CEILINGS if now and (rate := seen.ceilings.get(name)) and rate < DISTURBED * now]
+    return [
+        f"the trial {name} was slower than the plain run, {rate:,.0f} to {now:,.0f} samples/s:"
+        " disturbed by something else, run it again"
+        for name, rate in slow
+    ]
+
+
+def _drifted(seen: Measurement) -> list[str]:
+    drifted = [look for look in seen.drift if (look.get("change_pct") or 0) >= DRIFTED_PCT]
+    if not drifted:
+        return []
+    last = drifted[-1]
+    longer = f"took {last['change_pct']:.0f} % longer than in the window"
+    return [f"the step at {last.get('step')} {longer}{f': {why}' if (why := last.get('why')) else ''}"]
+
+
+# -- where the loop waits for its device, in a line: what ``fastloop diagnose --syncs`` was asked for ------------------
+
+MOST = 3
+"""Places in the line; the report has all."""
+
+
+def count_hunted_steps(seen: Measurement) -> int | None:
+    """Steps in which every synchronisation was looked for; None where nobody asked for that."""
+    found = (seen.evidence.get("syncs") or {}).get("hunted_steps")
+    return None if found is None else int(found)
+
+
+def describe_syncs(seen: Measurement) -> list[str]:
+    """The dearest places, or that there are none, where they were looked for; empty where that is not known."""
+    if not seen.syncs:
+        if (hunted := count_hunted_steps(seen)) is None:
+            return []
+        return [f"none found, in {hunted} steps" if hunted else "n/a: training ended before they were searched for"]
+    places = [_place(sync, seen.device) for sync in seen.syncs[:MOST]]
+    more = len(seen.syncs) - len(places)
+    return ["; ".join([*places, *([f"{more} more in the report"] if more else [])])]
+
+
+def _place(sync: Mapping[str, Any], device: str) -> str:
+    ms, often = sync.get("ms_per_step"), sync.get("per_step")
+    if ms is not None:
+        cost = f", {ms:.3g} ms a step"
+    else:
+        cost = ", no time on the CPU" if device == "cpu" else f", {often:.3g} a step" if often is not None else ""
+    return f"{sync.get('where') or 'n/a'} {sync.get('what') or 'n/a'}{cost}"

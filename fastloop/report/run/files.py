@@ -1,0 +1,59 @@
+"""The files of a run directory, as texts: the records and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.run_files import Environment, FindingsFile, PlanFile, VerdictsFile
+from fastloop.records.store import decode, dump
+from fastloop.report.drawing.html import draw_reports
+from fastloop.report.run.run_report import build_document
+
+
+def run_files(
+    *,
+    config_yaml: str,
+    changed_yaml: str,
+    env_json: str,
+    plan: Plan,
+    seen: Measurement,
+    verdicts: Sequence[Verdict],
+    findings: Sequence[Finding],
+    left_out: str = "",
+    name: str = "",
+    then: Sequence[str] = (),
+    later: Sequence[str] = (),
+) -> dict[str, str]:
+    """Names and texts of everything a run directory holds.
+
+    Where the page cannot be made (jinja2 is missing, say), there is no report.html, and report.md says why.
+
+    Args:
+        env_json: the text of env.json.
+        name: of the recipe or configuration; this, ``then`` and ``later`` as ``summary.lines`` takes them.
+    """
+    document = build_document(
+        seen,
+        plan,
+        verdicts,
+        findings,
+        changed_yaml=changed_yaml,
+        environment=decode(json.loads(env_json), Environment) or Environment(),
+        left_out=left_out,
+        name=name,
+        then=then,
+        later=later,
+    )
+    return {
+        "config.resolved.yaml": config_yaml,
+        "config.diff.yaml": changed_yaml,
+        "env.json": env_json,
+        "plan.json": dump(PlanFile.of(plan)),
+        "measurement.json": dump(seen),
+        "verdicts.json": dump(VerdictsFile(verdicts=tuple(verdicts))),
+        "findings.json": dump(FindingsFile(findings=tuple(findings))),
+        **draw_reports(document),
+    }

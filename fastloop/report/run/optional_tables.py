@@ -1,0 +1,264 @@
+"""Tables of what only some runs have: the GPU's counters, work and energy, a trace, synchronisations, ceilings, ranks.
+
+A table is left out where nothing of it was measured; ``missing`` then says why, or what would measure it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastloop.records.measurement import CEILINGS, Measurement
+from fastloop.report.drawing.document import Table
+from fastloop.report.run.caveats import count_hunted_steps
+from fastloop.report.run.ranks import read_ranks
+from fastloop.report.run.summary import STYLES, count_steps, format_flop_rate, number, short
+from fastloop.report.run.tables import cut, format_share
+
+GPU = {
+    "nvml_busy_pct": ("busy by NVML: any kernel running", "%"),
+    "gr_active_pct": ("busy by the GPM counters", "%"),
+    "sm_active_pct": ("SMs active", "%"),
+    "tensor_active_pct": ("tensor cores active", "%"),
+    "dram_active_pct": ("DRAM active", "%"),
+    "watts": ("board power", "W"),
+    "pcie_rx_gb_per_s": ("PCIe, received", "GB/s"),
+    "pcie_tx_gb_per_s": ("PCIe, sent", "GB/s"),
+    "sm_clock_mhz": ("SM clock", "MHz"),
+    "sm_clock_max_mhz": ("SM clock, highest possible", "MHz"),
+}
+"""The readings in words, with their units."""
+CEILING = {
+    "replayed": "host batches replayed: no loader",
+    "resident": "one batch kept on the device: no loader, no copy",
+    "no_exchange": "host batches replayed, no gradient exchange",
+}
+RANK_PARTS = ("data_wait", "forward", "backward", "optimizer", "comm_exposed", "host_other")
+
+
+def tabulate_all(seen: Measurement) -> list[Table]:
+    """All of them that have something to show."""
+    made = [
+        tabulate_gpu(seen),
+        tabulate_work(seen),
+        *tabulate_kernels(seen),
+        tabulate_syncs(seen),
+        tabulate_ceilings(seen),
+        tabulate_hooks(seen),
+        tabulate_ranks(seen),
+        tabulate_drift(seen),
+    ]
+    return [table for table in made if table.rows]
+
+
+def tabulate_gpu(seen: Measurement) -> Table:
+    """Means of the GPU's counters over the window; no rows where none could be read."""
+    head = ("reading", "mean over the window")
+    if all(seen.gpu.get(name) in (None, [], ()) for name in (*GPU, "throttle")):
+        return Table(title="The GPU", head=head, rows=())
+    rows = [(label, short(real(seen.gpu.get(name)), unit)) for name, (label, unit) in GPU.items()]
+    reasons = seen.gpu.get("throttle")
+    rows.append(("throttle reasons seen", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
+    return Table(title="The GPU", head=head, rows=tuple(rows), numeric=(1,))
+
+
+def tabulate_work(seen: Measurement) -> Table:
+    """Arithmetic, memory rate, energy, price: no rows where none is known."""
+    least, where = ">= " if seen.flops.get("at_least") else "", " on the CPU" if seen.device == "cpu" else ""
+    dtype = seen.peaks.get("dtype") or "the dtype in use"
+    known = None not in (seen.joule_error_pct, seen.joule_per_sample)
+    error = f" (within {short(seen.joule_error_pct)} %)" if known else ""
+    per_sample, usd = real(seen.flops.get("per_sample")), seen.usd_per_million_samples
+    rows = [
+        ("work per sample", _add_bound(short(None if per_sample is None else per_sample / 1e9, "GFLOP"), least)),
+        ("rate per device", _add_bound(format_flop_rate(seen.tflop_per_s), least)),
+        (f"MFU of {dtype}, by the data sheet", _format_mfu(seen, "dtype_in_use", "dtype_tflop_per_s", least)),
+        ("MFU of bf16, by the data sheet", _format_mfu(seen, "datasheet", "datasheet_tflop_per_s", least)),
+        ("MFU of a bf16 product measured here", _format_mfu(seen, "measured_peak", "measured_tflop_per_s", least)),
+        ("DRAM rate by the data sheet", short(real(seen.peaks.get("dram_tb_per_s")), "TB/s")),
+        ("DRAM rate of a copy measured here", short(real(seen.peaks.get("measured_copy_tb_per_s")), "TB/s")),
+        ("tokens per second, all ranks", short(seen.tokens_per_s)),
+        ("tokens per second without padding", short(seen.unpadded_tokens_per_s)),
+        ("energy of the board per sample", short(seen.joule_per_sample, "J") + error),
+        ("price of a million samples", "n/a" if usd is None else f"${usd:,.2f}"),
+    ]
+    absent = [label for label, value in rows if value == "n/a"]
+    rows = [(label, value) for label, value in rows if value != "n/a"]
+    if rows and ("matmul_tf32" in seen.peaks or "convolution_tf32" in seen.peaks):
+        tf32 = {True: "yes", False: "no", None: "n/a"}
+        allowed = [tf32.get(seen.peaks.get(name), "n/a") for name in ("matmul_tf32", "convolution_tf32")]
+        rows.append(("TF32 allowed: products, convolutions", ", ".join(allowed)))
+    why = seen.flops.get("why")
+    notes = [
+        f"Counted by {seen.flops['source']}." if seen.flops.get("source") and not why else "",
+        f"Not counted: {why}." if why else "",
+        "At least: some operators could not be counted." if least else "",
+        f"Not measured{where}: {'; '.join(absent)}." if rows and absent else "",
+    ]
+    return Table(
+        title="Work and energy",
+        head=("what", "value"),
+        rows=tuple(rows),
+        numeric=(1,),
+        note=" ".join(filter(None, notes)),
+    )
+
+
+def _add_bound(text: str, least: str) -> str:
+    return text if text == "n/a" else f"{least}{text}"
+
+
+def _format_mfu(seen: Measurement, kind: str, peak: str, least: str) -> str:
+    part, whole = seen.mfu.get(kind), real(seen.peaks.get(peak))
+    if part is None:
+        return "n/a"
+    return f"{least}{short(100 * part)} %{'' if whole is None else f' of {short(whole)} TFLOP/s'}"
+
+
+def tabulate_kernels(seen: Measurement) -> list[Table]:
+    """The trace window: families, idle time by its cause, the longest kernels."""
+    traced = seen.kernels or {}
+    if traced.get("skipped") or not traced:
+        return []
+    whole = real(traced.get("step_ms"))
+    families = sort_by_size(traced.get("families_ms"))
+    idle = sort_by_size(traced.get("idle_ms"))
+    rows = [(str(name), number(ms, ",.3f"), format_share(ms, whole)) for name, ms in families]
+    rows += [(f"idle: {name}", number(ms, ",.3f"), format_share(ms, whole)) for name, ms in idle]
+    facts = [
+        ("steps traced", "steps", ",d", ""),
+        ("step under the tracer", "step_ms", ",.1f", " ms"),
+        ("launches per step", "launches", ",.0f", ""),
+        ("NCCL overlapped", "nccl_overlapped_ms", ",.2f", " ms"),
+        ("exchange exposed", "comm_exposed_ms", ",.2f", " ms"),
+        ("the trace cost", "cost_s", ",.1f", " s"),
+    ]
+    note = "; ".join(
+        f"{label} {number(traced[key], form)}{unit}"
+        for label, key, form, unit in facts
+        if isinstance(traced.get(key), (int, float))
+    )
+    note = f"{note[:1].upper()}{note[1:]}. Families are unions over streams; families without time are left out."
+    longest = [
+        (cut(str(kernel.get("name"))), number(real(kernel.get("ms")), ",.3f"))
+        for kernel in traced.get("top") or ()
+        if isinstance(kernel, Mapping)
+    ]
+    return [
+        Table(
+            title="Kernels, from the trace",
+            head=("family", "ms a step", "% of step"),
+            rows=tuple(rows),
+            numeric=(1, 2),
+            note=note,
+        ),
+        Table(title="The longest kernels", head=("kernel", "ms a step"), rows=tuple(longest), numeric=(1,)),
+    ]
+
+
+def sort_by_size(sizes: Mapping[str, float | None] | None) -> list[tuple[str, float]]:
+    """Names and milliseconds of what took any time, the longest first."""
+    found = [(str(name), real(ms)) for name, ms in (sizes or {}).items()]
+    return sorted(((name, ms) for name, ms in found if ms), key=lambda entry: -entry[1])
+
+
+def tabulate_syncs(seen: Measurement) -> Table:
+    rows = [
+        (
+            str(sync.get("where") or "n/a"),
+            str(sync.get("what") or "n/a"),
+            short(real(sync.get("per_step"))),
+            short(real(sync.get("ms_per_step"))),
+            str(sync.get("instead") or "n/a"),
+        )
+        for sync in seen.syncs
+    ]
+    if not rows and (hunted := count_hunted_steps(seen)):
+        rows = [("none found", f"in {count_steps(hunted)}", "0", "0", "-")]
+    return Table(
+        title="Synchronisations",
+        head=("where", "what", "per step", "ms a step", "write instead"),
+        rows=tuple(rows),
+        numeric=(2, 3),
+    )
+
+
+def tabulate_ceilings(seen: Measurement) -> Table:
+    """Rates with a cost taken away, as trials measured them, and the rate of this run beside them."""
+    found = [(CEILING[name], seen.ceilings.get(name)) for name in CEILINGS]
+    rows = [(label, number(rate)) for label, rate in found if rate is not None]
+    if rows:
+        rows.insert(0, ("this run", number(seen.samples_per_s)))
+    return Table(
+        title="Ceilings",
+        head=("if", "samples/s"),
+        rows=tuple(rows),
+        numeric=(1,),
+        note="Each from a trial in a fresh process; upper bounds." if rows else "",
+    )
+
+
+def tabulate_hooks(seen: Measurement) -> Table:
+    rows = [(cut(name), number(ms, ",.3f")) for name, ms in sort_by_size(seen.hooks_ms)]
+    return Table(title="The slowest hooks", head=("hook", "host ms a step"), rows=tuple(rows), numeric=(1,))
+
+
+def tabulate_ranks(seen: Measurement) -> Table:
+    """One row per rank, with those parts that some rank has; and how each ended, where one did not end well."""
+    found = read_ranks(seen)
+    shown = [part for part in RANK_PARTS if any(rank.part_ms(part) is not None for rank in found)]
+    has_ends = any(rank.end for rank in found)
+    rows = [
+        (
+            "n/a" if rank.rank is None else str(rank.rank),
+            rank.host or "n/a",
+            number(rank.mean_ms, ",.2f"),
+            *(number(rank.part_ms(part), ",.2f") for part in shown),
+            *([rank.end or "normally"] if has_ends else []),
+        )
+        for rank in found
+    ]
+    head = ("rank", "host", "step ms", *(STYLES[part].label for part in shown), *(["ended by"] if has_ends else []))
+    return Table(title="Ranks", head=head, rows=tuple(rows), numeric=tuple(range(2, 3 + len(shown))))
+
+
+def tabulate_drift(seen: Measurement) -> Table:
+    rows = [
+        (
+            short(real(check.get("at_s")), "s"),
+            str(check.get("step", "n/a")),
+            number(real(check.get("step_ms")), ",.2f"),
+            number(real(check.get("change_pct")), "+,.1f"),
+            str(check.get("why") or ""),
+        )
+        for check in seen.drift
+    ]
+    return Table(
+        title="Later checks of the step",
+        head=("after", "step", "step ms", "change %", "with"),
+        rows=tuple(rows),
+        numeric=(1, 2, 3),
+    )
+
+
+def list_missing(seen: Measurement) -> list[str]:
+    """What was not measured, and why or how it would be."""
+    skipped = (seen.kernels or {}).get("skipped")
+    absent: Sequence[tuple[bool, str]] = (
+        (not tabulate_gpu(seen).rows, "GPU counters: no NVIDIA GPU that could be read"),
+        (not tabulate_work(seen).rows, f"work and energy: {seen.flops.get('why') or 'not counted in this run'}"),
+        (
+            not tabulate_kernels(seen),
+            f"kernel families and the idle split: {skipped or 'no trace window (watch.trace_steps)'}",
+        ),
+        (not tabulate_syncs(seen).rows, "synchronisations: none listed; fastloop diagnose --syncs looks for them"),
+        (not tabulate_ceilings(seen).rows, "ceilings: no trials; fastloop headspace runs them"),
+    )
+    return [text for is_absent, text in absent if is_absent]
+
+
+def real(value: Any) -> float | None:
+    """A finite number as a float; None for everything else."""
+    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if counts else None

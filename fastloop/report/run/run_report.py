@@ -1,0 +1,178 @@
+"""The report of one run: the verdict, the step, what was read beside it, the rungs, what changed, where it ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.run_files import Environment
+from fastloop.records.yaml_text import dump_yaml
+from fastloop.report.drawing.bars import Chart
+from fastloop.report.drawing.document import Card, Document, Picture, Section, Table, Tile
+from fastloop.report.run import figures, optional_tables, summary, tables
+from fastloop.report.run.caveats import list_caveats
+from fastloop.report.run.summary import number, short
+
+CLOSING = "This report measures one run. We never claim a speed-up from a single run: that takes an A/B over several."
+_GOOD = ("none", "compute_bound")
+_UNKNOWN = ("TOO SHORT TO JUDGE", "NOT MEASURED", "NO BOTTLENECK FOUND", "NO SINGLE BOTTLENECK", "SINGLE PAUSES")
+
+
+def build_document(
+    seen: Measurement,
+    plan: Plan,
+    verdicts: Sequence[Verdict],
+    findings: Sequence[Finding],
+    *,
+    changed_yaml: str,
+    environment: Environment,
+    left_out: str = "",
+    name: str = "",
+    then: Sequence[str] = (),
+    later: Sequence[str] = (),
+) -> Document:
+    """The whole report, for Markdown and for the page.
+
+    Args:
+        left_out: rungs that are off and how to try them, a line each.
+        name: of the recipe or configuration; this, ``then`` and ``later`` as ``summary.lines`` takes them.
+    """
+    pictures, titles = figures.draw(seen), summary.list_titles(findings)
+    headline = summary.choose_title(titles)
+    is_good = findings and findings[0].bottleneck in _GOOD and "NOT FAST" not in headline
+    about = (summary.describe_setting(seen, name), summary.describe_devices(seen), summary.describe_window(seen))
+    ceiling = summary.describe_first_ceiling(seen, findings).replace("   ", " \u00b7 ")
+    sections = [
+        _findings(findings, titles, seen, then, later),
+        *_narrow(seen, pictures),
+        _titled(tables.tabulate_parts(seen)),
+        *(_titled(table) for table in optional_tables.tabulate_all(seen) if len(table.head) != 2),
+        _rungs(plan, verdicts),
+        Section(title="What these figures depend on", listed=seen.state),
+        Section(
+            title="Configuration that differs from the baseline",
+            text=() if changed_yaml.strip() else ("Nothing differs.",),
+            code=changed_yaml.rstrip(),
+            language="yaml",
+        ),
+        _titled(tables.tabulate_environment(environment)),
+        Section(title="Not measured", listed=tuple(optional_tables.list_missing(seen))),
+        Section(
+            title="Left out, and how to try it",
+            listed=tuple(line.removeprefix("* ") for line in left_out.splitlines() if line.strip()),
+            is_folded=True,
+        ),
+    ]
+    return Document(
+        kind="report",
+        verdict=_to_sentence(headline),
+        tone="unknown" if headline in _UNKNOWN else "good" if is_good else "bad",
+        lede=_capitalize(findings[0].why) if findings else "Nothing was watched.",
+        lines=tuple(summary.lines(seen, plan, verdicts, findings, name=name, then=then, later=later)),
+        run=tuple(filter(None, about)),
+        also=tuple(f"Also {_to_sentence(title, start=False)}" for title in titles[1:]),
+        flags=tuple(summary.list_flags(seen)),
+        notes=tuple(filter(None, [_capitalize(ceiling), *(f"Note: {note}" for note in list_caveats(seen, findings))])),
+        pictures=(pictures["step"],) if "step" in pictures else (),
+        picture_title="Where the step goes",
+        no_picture="n/a: no step was measured.",
+        tiles=_tiles(seen),
+        sections=tuple(section for section in sections if _has_content(section)),
+        closing=CLOSING,
+    )
+
+
+def _has_content(section: Section) -> bool:
+    return section != Section(title=section.title, is_narrow=section.is_narrow, is_folded=section.is_folded)
+
+
+def _titled(table: Table, *, is_narrow: bool = False) -> Section:
+    return Section(title=table.title, table=table, is_narrow=is_narrow)
+
+
+def _narrow(seen: Measurement, pictures: Mapping[str, Picture | Chart]) -> list[Section]:
+    """Pictures and tables that stand beside each other on a screen."""
+    drawn = {key: (pictures[key],) for key in ("gpu", "loss", "kernels", "ranks") if key in pictures}
+    return [
+        Section(title="The GPU over time", pictures=drawn.get("gpu", ()), is_narrow=True),
+        Section(title="Loss", pictures=drawn.get("loss", ()), notes=tables.describe_losses(seen), is_narrow=True),
+        Section(title="Kernels and idle time", pictures=drawn.get("kernels", ()), is_narrow=True),
+        Section(title="The ranks' steps", pictures=drawn.get("ranks", ()), is_narrow=True),
+        _titled(tables.tabulate_step(seen), is_narrow=True),
+        *(_titled(table, is_narrow=True) for table in optional_tables.tabulate_all(seen) if len(table.head) == 2),
+    ]
+
+
+def _to_sentence(title: str, *, start: bool = True) -> str:
+    """A title in capitals as a sentence, or as the end of one."""
+    text = title.capitalize() if start else title.lower()
+    return re.sub(r"\b([cg]pus?|dram|nccl|ddp)\b", lambda found: found[0].upper(), text, flags=re.IGNORECASE)
+
+
+def _capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _tiles(seen: Measurement) -> tuple[Tile, ...]:
+    """The few numbers that are looked for first."""
+    fed, usd = summary.compute_fed_pct(seen), seen.usd_per_million_samples
+    least = ">= " if seen.flops.get("at_least") else ""
+    rate, _, unit = summary.format_flop_rate(seen.tflop_per_s).partition(" ")
+    mfu = seen.mfu.get("datasheet")
+    found = [
+        ("step", number(seen.step_ms.get("mean")), "ms"),
+        ("rate", short(seen.samples_per_s), "samples/s"),
+        ("rate", "" if seen.tokens_per_s is None else short(seen.tokens_per_s), "tokens/s"),
+        ("GPU fed", "" if fed is None else f"{fed:.0f}", "%"),
+        ("NVML busy", "" if seen.gpu.get("nvml_busy_pct") is None else short(seen.gpu["nvml_busy_pct"]), "%"),
+        ("lead", "" if seen.lead_ms is None else number(seen.lead_ms), "ms"),
+        ("work", "" if seen.tflop_per_s is None else f"{least}{rate}", unit),
+        ("MFU of bf16", "" if mfu is None else f"{least}{short(100 * mfu)}", "%"),
+        ("energy", "" if seen.joule_per_sample is None else short(seen.joule_per_sample), "J/sample"),
+        ("1e6 samples cost", "" if usd is None else f"${usd:,.2f}", ""),
+        ("peak memory", "" if seen.peak_gib is None else short(seen.peak_gib), "GiB"),
+        ("watching", number(seen.watch_us_per_step), "us a step"),
+    ]
+    return tuple(Tile(label, value, "" if value == "n/a" else unit) for label, value, unit in found if value)
+
+
+def _findings(
+    findings: Sequence[Finding], titles: Sequence[str], seen: Measurement, then: Sequence[str], later: Sequence[str]
+) -> Section:
+    """A card for each finding that has more to say than its title."""
+    has_ceiling = bool(summary.describe_first_ceiling(seen, findings))
+    cards = [
+        _card(finding, title, seen, is_first=not index, has_ceiling=has_ceiling and not index)
+        for index, (finding, title) in enumerate(zip(findings, titles, strict=True))
+    ]
+    steps = [f"{word}: {', '.join(rungs)}" for word, rungs in (("Then", then), ("Later", later)) if rungs]
+    return Section(
+        title="Findings",
+        cards=tuple(card for card in cards if card != Card(name=card.name, title=card.title)),
+        notes=tuple(steps),
+    )
+
+
+def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
+    """What the head of the report does not say already: the first one's reason and ceiling stand there."""
+    bound = tables.describe_bound(finding, seen)
+    return Card(
+        name="" if finding.bottleneck == "none" else finding.bottleneck,
+        title=_to_sentence(title),
+        share="" if finding.share_pct is None else f"{number(finding.share_pct)} % of the step",
+        why="" if is_first else _capitalize(finding.why),
+        detail=tuple(line for _, line in tables.list_details([finding], seen)),
+        bound="" if has_ceiling or bound == "n/a" else bound,
+        patch=dump_yaml(dict(finding.patch)).rstrip() if finding.patch else "",
+    )
+
+
+def _rungs(plan: Plan, verdicts: Sequence[Verdict]) -> Section:
+    return Section(
+        title="Rungs",
+        table=tables.tabulate_rungs(verdicts),
+        notes=(f"Parity class of the plan: {plan.parity}.",) if verdicts else (),
+        listed=tuple(f"`{rung}`: {note}" for rung, note in tables.list_rung_notes(plan)),
+    )

@@ -1,0 +1,307 @@
+"""The few lines a person reads first: the verdict, the step, what took, what to do.
+
+Lines are not wrapped: terminals do that themselves, and a wrapped line can be neither searched nor copied whole. What
+matters most in a line stands in its first 40 columns. There is no colour, so NO_COLOR has nothing to switch off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.yaml_text import dump_on_one_line
+from fastloop.report.run import caveats
+from fastloop.report.run.caveats import list_caveats
+from fastloop.report.run.ranks import read_ranks
+
+FREE = {
+    "data_wait": "data were free",
+    "h2d": "the copies were free",
+    "launch_bound": "launches were free",
+    "host_other": "the host's work were free",
+    "callbacks_logging": "callbacks and logging were free",
+    "sync": "nothing synchronised",
+    "comm_exposed": "the exchange were free",
+    "straggler": "all ranks kept pace",
+    "validation": "validation were free",
+    "checkpoint": "checkpoints were free",
+    "epoch_gap": "epochs had no gap",
+}
+
+
+class PartStyle(NamedTuple):
+    """How reports show one part of a step."""
+
+    label: str
+    short: str
+    """Under the bar of the terminal; its first letter is drawn in it. Capitals: the device does not train."""
+    colour: str
+    """One for each part, in every picture. Warm: the device is kept waiting."""
+
+
+STYLES = {
+    "data_wait": PartStyle("waiting for data", "Wait", "#d9480f"),
+    "h2d": PartStyle("copy to the device", "h2d", "#e8a317"),
+    "forward": PartStyle("forward", "fwd", "#74b0e4"),
+    "backward": PartStyle("backward", "bwd", "#2f6fb5"),
+    "optimizer": PartStyle("optimizer", "opt", "#2a9d74"),
+    "comm_exposed": PartStyle("exchange, exposed", "comm", "#b565a7"),
+    "callbacks_logging": PartStyle("callbacks, logging", "Log", "#9a8b1c"),
+    "validation": PartStyle("validation", "Val", "#7c6bc4"),
+    "checkpoint": PartStyle("checkpoint", "Save", "#8a5a3c"),
+    "epoch_gap": PartStyle("between epochs", "Epoch", "#8f9aa5"),
+    "host_other": PartStyle("host, other", "Host", "#66717d"),
+    "unexplained": PartStyle("unexplained", "?unexplained", "#b9c0c7"),
+}
+"""By the name of the part."""
+MOST_LINES = 12
+BAR_CELLS = 22
+
+
+def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
+    """A number for people, with its unit; what was not measured is n/a, never 0."""
+    return "n/a" if value is None or not math.isfinite(value) else f"{format(value, form)} {unit}".rstrip()
+
+
+def short(value: float | None, unit: str = "") -> str:
+    """A number to three digits, whole from a hundred up: 0.577, 40.5, 2,697."""
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    digits = 0 if abs(value) >= 100 or value == 0 else min(9, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}".rstrip()
+
+
+def list_titles(findings: Sequence[Finding]) -> list[str]:
+    """The headline of each finding; the bottleneck's name where it has none, as in files of older versions."""
+    return [finding.title or finding.bottleneck.replace("_", " ").upper() for finding in findings]
+
+
+def lines(
+    seen: Measurement,
+    plan: Plan,
+    verdicts: Sequence[Verdict],
+    findings: Sequence[Finding],
+    report: str | Path | None = None,
+    name: str = "",
+    then: Sequence[str] = (),
+    later: Sequence[str] = (),
+) -> list[str]:
+    """At most 12 lines, verdict first. Says nothing about a rung's speed-up: only an A/B can.
+
+    Where there are more, those of one kind share a line: a reason is never left out.
+
+    Args:
+        report: where the report lies.
+        name: of the recipe or configuration.
+        then: what to try after the fixes.
+        later: what to try once the device is the limit.
+    """
+    titles = list_titles(findings)
+    head = [write_headline(seen, titles, name), *_list_reasons(findings, titles)]
+    took = [f"{verdict.rung} ({_flatten(verdict.why)})" for verdict in verdicts if verdict.took]
+    figures = (_draw_bar(seen), _describe_rates(seen), describe_work(seen), describe_first_ceiling(seen, findings))
+    kinds: list[tuple[str, list[str]]] = [
+        ("", list(filter(None, figures))),
+        ("TOOK", [f"[{plan.parity}] {'; '.join(took)}"] if took else []),
+        ("INACTIVE", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is False]),
+        ("UNKNOWN", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is None]),
+        ("SYNC", [_flatten(line) for line in caveats.describe_syncs(seen)]),
+        ("NOTE", [_flatten(note) for note in list_caveats(seen, findings)]),
+        ("FIX", [_flatten(dump_on_one_line(finding.patch)) for finding in findings if finding.patch]),
+        *_list_next(then, later),
+        ("REPORT", [str(report)] if report else []),
+    ]
+    _fit(kinds, MOST_LINES - len(head))
+    return [*map(_flatten, head), *(f"{kind:<8} {line}" if kind else line for kind, texts in kinds for line in texts)]
+
+
+def _fit(kinds: list[tuple[str, list[str]]], most: int) -> None:
+    """Join lines, in place, until there are at most so many: first those of one kind, last those of the numbers."""
+    while sum(len(texts) for _, texts in kinds) > most:
+        kind, longest = max(kinds, key=lambda entry: len(entry[1]) if entry[0] else 1.5 * (len(entry[1]) > 1))
+        longest[:] = ["; ".join(longest)] if kind else [*longest[:-2], "   ".join(longest[-2:])]
+
+
+def _list_next(then: Sequence[str], later: Sequence[str]) -> list[tuple[str, list[str]]]:
+    phrases = [(kind, ", ".join(steps)) for kind, steps in (("THEN", then), ("LATER", later)) if steps]
+    if not phrases:
+        return []
+    return [(phrases[0][0], ["     ".join([phrases[0][1], *(f"{kind}  {text}" for kind, text in phrases[1:])])])]
+
+
+def _flatten(text: str) -> str:
+    """A reason may be an exception's, which have several lines; leading spaces stay."""
+    return " ".join(text.splitlines())
+
+
+def write_headline(seen: Measurement, titles: Sequence[str], name: str = "") -> str:
+    """The first line: what holds the loop up, of which run, measured over which steps, and what to hold against it."""
+    phrases = [
+        f"fastloop {choose_title(titles)}",
+        describe_setting(seen, name),
+        describe_devices(seen),
+        describe_window(seen),
+        *list_flags(seen),
+    ]
+    return "   ".join(filter(None, phrases))
+
+
+def choose_title(titles: Sequence[str]) -> str:
+    return titles[0] if titles else "NOT MEASURED"
+
+
+def describe_setting(seen: Measurement, name: str = "") -> str:
+    """Name, micro-batch x accumulation, precision: what of them is known."""
+    batch = "" if seen.micro_batch is None else f"{seen.micro_batch}"
+    if batch and seen.global_batch and seen.global_batch % (seen.micro_batch or 1) == 0:
+        times = seen.global_batch // (seen.micro_batch or 1) // max(1, seen.world_size)
+        batch += f" x {times}" if times > 1 else ""
+    return " ".join(filter(None, (name, batch, seen.precision)))
+
+
+def describe_devices(seen: Measurement) -> str:
+    named = (seen.device_name or seen.device).removeprefix("NVIDIA ")
+    return f"{seen.world_size}x {named}"
+
+
+def describe_window(seen: Measurement) -> str:
+    if seen.total_steps is None:
+        return "steps n/a: nothing watched them"
+    first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
+    last = first + seen.steps
+    return f"steps {first}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
+
+
+def count_steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
+def list_flags(seen: Measurement) -> list[str]:
+    """What to hold against the figures."""
+    ends = [f"rank {rank.rank}: {rank.end}" for rank in read_ranks(seen) if rank.end]
+    how = f" ({', '.join(ends)})" if ends else ""
+    phrases = [f"PARTIAL: the fit did not end normally{how}"] if seen.partial or ends else []
+    if seen.window_too_short and seen.steps:
+        count = f": {count_steps(seen.steps)}" if seen.steps < 10 else " for its queues"
+        phrases.append(f"window too short{count}")
+    return phrases
+
+
+def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
+    also = [f"also {title}: " for title in titles[1:2]]
+    return [f"  {start}{finding.why}" for start, finding in zip(["", *also], findings[:2], strict=False)]
+
+
+def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:
+    """The parts that were measured, in the order of a step."""
+    found = {part: parts.get(part) for part in PARTS}
+    return {part: float(ms) for part, ms in found.items() if ms is not None and math.isfinite(ms)}
+
+
+def _draw_bar(seen: Measurement) -> str:
+    """The step as a bar of its parts; the part that nothing is known of is dotted."""
+    mean = seen.step_ms.get("mean")
+    time = f"step {short(mean, 'ms') if mean is not None and 0 < mean < 1 else number(mean, unit='ms')}"
+    parts = {part: ms for part, ms in select_known(seen.parts_ms).items() if ms > 0}
+    if mean is None or not math.isfinite(mean) or mean <= 0 or not parts:
+        return time
+    rest = max(0.0, mean - sum(parts.values()))
+    sizes = {STYLES[part].short[0]: ms for part, ms in parts.items()} | ({".": rest} if rest > 0.01 * mean else {})
+    cells = _count_cells(list(sizes.values()))
+    bar = "".join(letter * count for letter, count in zip(sizes, cells, strict=True))
+    named = [f"{STYLES[part].short} {short(ms)}" for part, ms in parts.items() if ms >= 0.01 * mean]
+    if "." in sizes:
+        named.append(f"...not split {short(rest)}")
+    elif (small := sum(ms for ms in parts.values() if ms < 0.01 * mean)) >= 0.001 * mean:
+        named.append(f"others {short(small)}")
+    return f"{time} |{bar}| {'  '.join(named)}"
+
+
+def _count_cells(sizes: Sequence[float]) -> list[int]:
+    """Cells of the bar for each size, by largest remainder, so that they fill it."""
+    exact = [BAR_CELLS * size / sum(sizes) for size in sizes]
+    cells = [int(share) for share in exact]
+    by_rest = sorted(range(len(sizes)), key=lambda index: cells[index] - exact[index])
+    for index in by_rest[: BAR_CELLS - sum(cells)]:
+        cells[index] += 1
+    return cells
+
+
+def compute_fed_pct(seen: Measurement) -> float | None:
+    """Share of the step in which the device was not waiting for data; None on the CPU, which makes its own data."""
+    mean, wait = seen.step_ms.get("mean"), seen.parts_ms.get("data_wait")
+    if seen.device == "cpu" or not mean or wait is None:
+        return None
+    return max(0.0, 100 * (1 - wait / mean))
+
+
+def _describe_rates(seen: Measurement) -> str:
+    phrases = [f"{short(seen.samples_per_s)} samples/s"]
+    if seen.tokens_per_s is not None:
+        phrases.append(f"{short(seen.tokens_per_s)} tokens/s")
+    if seen.lead_ms is not None:
+        phrases.append(f"lead {number(seen.lead_ms, unit='ms')}")
+    busy = seen.gpu.get("nvml_busy_pct")
+    nvml = "" if busy is None else f"NVML busy {short(busy)} %"
+    if (fed := compute_fed_pct(seen)) is not None:
+        phrases.append(f"GPU fed {fed:.0f} %{f' ({nvml})' if nvml else ''}")
+    elif nvml:
+        phrases.append(nvml)
+    if seen.joule_per_sample is not None:
+        phrases.append(f"{short(seen.joule_per_sample)} J/sample")
+    phrases.append(f"watching cost {number(seen.watch_us_per_step, unit='us a step')}")
+    return "   ".join(phrases)
+
+
+def format_flop_rate(value: float | None) -> str:
+    """Arithmetic per second, from TFLOP/s, in the unit that suits its size."""
+    small = value is not None and value < 1
+    return short(1000 * (value or 0.0), "GFLOP/s") if small else short(value, "TFLOP/s")
+
+
+def describe_work(seen: Measurement) -> str:
+    """Arithmetic against the peaks; empty where no work was counted."""
+    if seen.tflop_per_s is None:
+        return ""
+    least = ">= " if seen.flops.get("at_least") else ""
+    dtype = seen.peaks.get("dtype") or "the dtype in use"
+    shares = [(seen.mfu.get("dtype_in_use"), f"of {dtype}"), (seen.mfu.get("datasheet"), "of bf16")]
+    if dtype == "bf16":
+        shares = shares[:1]
+    phrases = [f"{short(100 * share)} % {of}" for share, of in shares if share is not None]
+    equal = "" if not phrases else ": at least " if least else " = "
+    text = f"{least}{format_flop_rate(seen.tflop_per_s)}{equal}{' and '.join(phrases)}"
+    active = seen.gpu.get("tensor_active_pct")
+    return text if active is None else f"{text}   tensor cores {short(active)} % active"
+
+
+def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
+    """Samples per second with this bottleneck gone: a bound, flagged as measured or estimated; None where unknown."""
+    pct = finding.ceiling_gain_pct
+    if pct is None or not math.isfinite(pct) or seen.samples_per_s is None:
+        return None
+    rate = short(seen.samples_per_s * (1 + pct / 100))
+    if finding.ceiling_is_estimate:
+        return f"at most {rate} samples/s (an estimate)"
+    return f"at most {rate} samples/s ({1 + pct / 100:.{1 if pct >= 100 else 2}f}x, measured)"
+
+
+def describe_first_ceiling(seen: Measurement, findings: Sequence[Finding]) -> str:
+    """The first finding's ceiling and what feeds the loop now; empty where there is none."""
+    bound = describe_ceiling(findings[0], seen) if findings else None
+    if bound is None:
+        return ""
+    free = FREE.get(findings[0].bottleneck, "this were gone")
+    if findings[0].bottleneck == "launch_bound" and seen.device == "cpu":
+        free = "the loop itself were free"  # nothing is launched
+    line = f"if {free}: {bound}"
+    loader = seen.evidence.get("loader") or {}
+    workers, cpus = loader.get("num_workers"), loader.get("usable_cpus")
+    if findings[0].bottleneck == "data_wait" and workers is not None and cpus is not None:
+        line += f"   now: {workers} worker{'' if workers == 1 else 's'}, {cpus} CPUs usable"
+    return line

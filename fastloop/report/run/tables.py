@@ -1,0 +1,153 @@
+"""The report's tables as plain texts, made once and drawn twice: as Markdown and as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.run_files import Environment, Machine, TorchFlags
+from fastloop.report.drawing.document import Table
+from fastloop.report.run import summary
+from fastloop.report.run.summary import STYLES, number, short
+
+NAME_LETTERS = 120
+"""A kernel's name is a whole C++ template; measurement.json has it all."""
+
+
+def tabulate_step(seen: Measurement) -> Table:
+    """The step as a whole: time, spread, rate, memory, the cost of watching."""
+    times = seen.step_ms
+    spread = f"{number(times.get('p10'), ',.3f')} to {number(times.get('p90'), ',.3f')}"
+    unsure = ", too short to be sure of" if seen.window_too_short else ""
+    counted = "n/a" if seen.total_steps is None else f"{seen.steps} of {seen.total_steps}{unsure}"
+    rows = [
+        ("steps in the window", counted),
+        ("ended", "early: the fit did not end normally; these are partial figures" if seen.partial else "normally"),
+        ("step time, mean", number(times.get("mean"), ",.3f", "ms")),
+        ("median (p10 to p90)", f"{number(times.get('median'), ',.3f', 'ms')} ({spread})"),
+        ("of which waiting for data", number(seen.parts_ms.get("data_wait"), ",.3f", "ms")),
+        ("samples per second, all ranks", number(seen.samples_per_s)),
+        ("samples per step, all ranks", number(seen.global_batch, ",d")),
+        ("samples per loader batch, one rank", number(seen.micro_batch, ",d")),
+        ("precision", seen.precision or "n/a"),
+        ("devices", summary.describe_devices(seen)),
+        ("host runs ahead of the device by", number(seen.lead_ms, ",.2f", "ms")),
+        ("device work left when a step has been issued", number(seen.trail_ms, ",.2f", "ms")),
+        ("host blocked in forward, backward, optimizer", number(seen.blocked_ms, ",.2f", "ms")),
+        ("peak device memory", number(seen.peak_gib, ",.2f", "GiB")),
+        ("watching cost", number(seen.watch_us_per_step, unit="us a step")),
+    ]
+    return Table(title="The step", head=("what", "value"), rows=tuple(rows))
+
+
+def tabulate_parts(seen: Measurement) -> Table:
+    """The step split: device time, its share, and the host's durations as a column of their own."""
+    mean = seen.step_ms.get("mean")
+    rows = [
+        (
+            STYLES[part].label,
+            _format_ms(seen.parts_ms.get(part)),
+            format_share(seen.parts_ms.get(part), mean),
+            _format_ms(seen.host_ms.get(part)),
+        )
+        for part in PARTS
+    ]
+    found = summary.select_known(seen.parts_ms)
+    if found:
+        total = sum(found.values())
+        rows.append(("sum of the known parts", _format_ms(total), format_share(total, mean), "-"))
+    note = (
+        "Means per optimizer step. The first column adds up to the step on the device's time line; the host's durations"
+        " run beside it and are never added to it."
+    )
+    return Table(
+        title="The parts of the step",
+        head=("part", "device ms", "% of step", "host ms"),
+        rows=tuple(rows),
+        numeric=(1, 2, 3),
+        note=note,
+    )
+
+
+def _format_ms(value: float | None) -> str:
+    return number(None if value is None else round(value, 3) + 0.0, ",.3f")  # no -0.000
+
+
+def format_share(part: float | None, whole: float | None) -> str:
+    """A part in per cent of the whole."""
+    if part is None or whole is None or not whole > 0:
+        return "n/a"
+    return number(100 * part / whole)
+
+
+def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str, str]]:
+    """The evidence behind the reasons, with the bottleneck's name; what the state of the machine says stands apart."""
+    return [(finding.bottleneck, line) for finding in found for line in finding.detail if line not in seen.state]
+
+
+def describe_bound(finding: Finding, seen: Measurement) -> str:
+    """A finding's ceiling: the rate, or its share alone where no rate was measured."""
+    if finding.ceiling_gain_pct is None or not math.isfinite(finding.ceiling_gain_pct):
+        return "n/a"
+    kind = "estimate, not measured" if finding.ceiling_is_estimate else "measured"
+    rate = "" if seen.samples_per_s is None else f", {short(seen.samples_per_s * (1 + finding.ceiling_gain_pct / 100))}"
+    return f"at most +{number(finding.ceiling_gain_pct, ',.0f', '%')}{rate and f'{rate} samples/s'} ({kind})"
+
+
+def tabulate_rungs(verdicts: Sequence[Verdict]) -> Table:
+    took = {True: "yes", False: "no", None: "unknown"}
+    rows = [(verdict.rung, took[verdict.took], verdict.why, verdict.parity_class) for verdict in verdicts]
+    return Table(
+        title="Rungs",
+        head=("rung", "took", "evidence", "parity class"),
+        rows=tuple(rows),
+        note="" if rows else "None is switched on.",
+    )
+
+
+def list_rung_notes(plan: Plan) -> list[tuple[str, str]]:
+    """What the planned rungs want the user to know, with the rung's name."""
+    return [(step.rung, note) for step in plan.planned for note in step.change.notes]
+
+
+def describe_losses(seen: Measurement) -> tuple[str, ...]:
+    """The loss in a sentence, and a warning where some of it is no finite number."""
+    if not seen.loss:
+        return ("n/a",)
+    if len(seen.loss) == 1:
+        return (f"{number(seen.loss[0], '.4f')} (1 point in measurement.json)",)
+    fifth = max(1, len(seen.loss) // 5)
+    lost = sum(not math.isfinite(loss) for loss in seen.loss)
+    every = "" if seen.loss_every <= 1 else f", one of every {seen.loss_every} steps"
+    trend = (
+        f"mean of the first fifth {_format_mean(seen.loss[:fifth])},"
+        f" of the last fifth {_format_mean(seen.loss[-fifth:])}"
+        f" ({len(seen.loss)} points in measurement.json{every})"
+    )
+    return (trend, f"{lost} of them are not finite numbers.") if lost else (trend,)
+
+
+def _format_mean(values: Sequence[float]) -> str:
+    return number(sum(values) / len(values), ".4f")
+
+
+def tabulate_environment(record: Environment) -> Table:
+    hardware, flags = record.hardware or Machine(), record.torch_flags or TorchFlags()
+    named = (("CPU", hardware.cpu_model), ("driver", record.driver))
+    changes = ", with changes" if record.dirty else ""
+    rows = [
+        ("GPUs", ", ".join(gpu.name or "n/a" for gpu in hardware.gpus) or "none"),
+        ("CPUs usable", str(hardware.usable_cpus or "n/a")),
+        *((name, value) for name, value in named if value),
+        ("float32 matrix products", flags.float32_matmul_precision or "n/a"),
+        ("commit", f"{record.commit or 'n/a'}{changes}"),
+        *((name, str(version)) for name, version in (record.versions or {}).items()),
+    ]
+    return Table(title="Where it ran", head=("what", "value"), rows=tuple(rows))
+
+
+def cut(name: str, most: int = NAME_LETTERS) -> str:
+    """A name with its middle left out where it is very long."""
+    return name if len(name) <= most else f"{name[: most // 2]} … {name[-most // 2 + 3 :]}"

@@ -1,0 +1,289 @@
+"""Accumulation windows merged into loader batches: what a merged run shares with the accumulating run."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks as lightnings
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from fastloop.bridge.apply import accumulation
+from tests.models import distance as apart
+from tests.models import weights
+from tests.runs import Net, Run, batches, both, distance, run
+
+MERGE = {"batch": {"micro_batch": 16}}
+RAGGED = partial(batches, 84, shuffle=True)  # 11 batches, the last one short; windows of 4, 4 and 3
+EVEN = partial(batches, 96, shuffle=True)  # 12 batches
+ACCUMULATE = {"accumulate_grad_batches": 4}
+
+
+def one_cycle(optimizer: Any, module: Any) -> Any:
+    steps = module.trainer.estimated_stepping_batches
+    return {"scheduler": OneCycleLR(optimizer, 0.02, total_steps=steps), "interval": "step"}
+
+
+def every(frequency: int, optimizer: Any, module: Any) -> Any:
+    return {"scheduler": StepLR(optimizer, 4, gamma=0.8), "interval": "step", "frequency": frequency}
+
+
+def plateau(optimizer: Any, module: Any) -> Any:
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+    return {"scheduler": scheduler, "monitor": "val_loss", "interval": "epoch"}
+
+
+def merged_like(plain: Run, merged: Run, tolerance: float = 1e-6) -> bool:
+    """The same optimizer steps: samples, learning rates, validations and weights."""
+    assert merged.seen("batch")["merged_batches"] == 4 and merged.verdict("batch").took
+    assert merged.trainer.global_step == plain.trainer.global_step
+    return (
+        merged.module.samples == plain.module.samples
+        and merged.record.validated == plain.record.validated
+        and merged.record.rates == pytest.approx(plain.record.rates, rel=1e-12)
+        and distance(plain, merged) < tolerance
+    )
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-6), ("64-true", 1e-14)])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "module",
+    [partial(Net, SGD, momentum=0.9), partial(Net, AdamW, one_cycle, lr=0.01), partial(Net, SGD, partial(every, 2))],
+)
+def test_weights_after_100_steps(module: Any, drop_last: bool, precision: Any, tolerance: float) -> None:
+    plain, merged = both(
+        MERGE, partial(RAGGED, drop_last=drop_last), module, max_epochs=34, precision=precision, **ACCUMULATE
+    )
+    assert plain.trainer.global_step >= 100 and merged_like(plain, merged, tolerance)
+
+
+def test_the_comparison_sees_a_whole_window_weighed_as_one() -> None:
+    """The control: one mean over a window with a short batch is not what accumulation computes."""
+    plain = run(None, RAGGED(), max_epochs=4, **ACCUMULATE)
+    naive = run(None, batches(84, 32, shuffle=True), max_epochs=4)
+    assert plain.trainer.global_step == naive.trainer.global_step and plain.module.samples == naive.module.samples
+    assert distance(plain, naive) > 1e-3
+
+
+@pytest.mark.parametrize("frequency", [2, 4, 8, 11])
+def test_scheduler_frequencies_count_batches_as_before(frequency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the short last window ends at a batch that is no multiple of four."""
+    module = partial(Net, SGD, partial(every, frequency))
+    plain, merged = both(MERGE, RAGGED, module, max_epochs=9, **ACCUMULATE)
+    assert merged_like(plain, merged) and len(set(plain.record.rates)) > 1
+    # The control: windows counted as batches.
+    monkeypatch.setattr(accumulation._InBatches, "__rmod__", lambda frequency, windows: windows % int(frequency))
+    assert run(MERGE, RAGGED(), module, max_epochs=9, **ACCUMULATE).record.rates != plain.record.rates
+
+
+def test_a_plateau_scheduler() -> None:
+    plain, merged = both(MERGE, RAGGED, partial(Net, SGD, plateau), val=batches, max_epochs=5, **ACCUMULATE)
+    assert merged_like(plain, merged) and len(set(plain.record.rates)) > 1
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "validations"),
+    [
+        (EVEN, {"val_check_interval": 4}, 9),
+        (EVEN, {"val_check_interval": 8}, 3),
+        (RAGGED, {"val_check_interval": 8}, 3),
+        (EVEN, {"val_check_interval": 0.34}, 9),
+        (RAGGED, {"val_check_interval": 11}, 3),
+        (EVEN, {"val_check_interval": 8, "check_val_every_n_epoch": None}, 4),
+        (RAGGED, {"check_val_every_n_epoch": 2}, 1),
+        (RAGGED, {"limit_train_batches": 6}, 3),
+        (EVEN, {"limit_train_batches": 0.5}, 3),
+        (RAGGED, {"limit_train_batches": 0.7, "val_check_interval": 4}, None),
+        (EVEN, {"max_steps": 4}, 1),
+        (EVEN, {"max_steps": 4, "val_check_interval": 4}, 4),
+        (EVEN, {"limit_train_batches": 8, "val_check_interval": 4, "reload_dataloaders_every_n_epochs": 1}, 6),
+    ],
+)
+def test_what_counts_batches(train: Any, settings: dict[str, Any], validations: int | None) -> None:
+    settings = {"max_epochs": 3, **ACCUMULATE, **settings}
+    plain, merged = both(MERGE, train, val=batches, **settings)
+    if validations is None:  # seven batches: a window, and three of four that would be validated
+        assert "the short last window" in str(merged.reason("batch"))
+        assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
+        return
+    assert merged_like(plain, merged) and len(plain.record.validated) == validations
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        (
+            6,
+            "val_check_interval=6 is not a multiple of accumulate_grad_batches=4: validation would move;"
+            " write a multiple",
+        ),
+        (
+            0.5,
+            "val_check_interval=0.5 (6 batches) is not a multiple of accumulate_grad_batches=4: validation would move;"
+            " write a multiple",
+        ),
+    ],
+)
+def test_validation_inside_a_window_is_refused(interval: Any, said: str) -> None:
+    plain, merged = both(MERGE, EVEN, val=batches, max_epochs=2, val_check_interval=interval, **ACCUMULATE)
+    assert merged.reason("batch") == said and merged.verdict("batch").took is False
+    assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
+
+
+def test_several_train_loaders_are_given_up() -> None:
+    class Two(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["a"], batch_idx) + self.loss(batch["b"])
+
+    def train() -> dict[str, Any]:
+        return {"a": RAGGED(), "b": batches(24, 8)}
+
+    plain, merged = both(MERGE, train, Two, max_epochs=2, limit_train_batches=0.7, **ACCUMULATE)
+    assert merged.reason("batch") == "several train loaders cannot be merged into one window"
+    assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
+    plain, merged = both(MERGE, train, Two, max_epochs=3, reload_dataloaders_every_n_epochs=1, **ACCUMULATE)
+    assert merged.reason("batch") == "several train loaders cannot be merged into one window"
+    assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
+
+
+def test_merged_batches_that_cannot_be_cut_run_whole() -> None:
+    class Extra(Net):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [*batch, torch.zeros(5, 2)]
+
+    plain, merged = both(MERGE, EVEN, Extra, max_epochs=2, **ACCUMULATE)
+    assert merged_like(plain, merged)
+    assert merged.verdict("batch").why == (
+        "32 samples a loader batch ran as micro-batches of 32; 6 of 6 batches could not be cut: a tensor of shape"
+        " (5, 2) in a batch of 32 samples"
+    )
+    # A short last window keeps the weight accumulation gave it.
+    plain, merged = both(MERGE, partial(batches, 80), Extra, max_epochs=1, **ACCUMULATE)
+    assert merged_like(plain, merged)
+
+
+def test_an_iterable_dataset_is_refused() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([tuple(member) for member in batches().dataset])
+
+    plain, merged = both(MERGE, lambda: DataLoader(Stream(), batch_size=8), max_epochs=2, **ACCUMULATE)
+    assert str(merged.reason("batch")).startswith("DataLoader hands out ready batches, so an accumulation window")
+    assert distance(plain, merged) == 0
+
+
+def test_a_checkpoint_every_so_many_steps_and_an_average_of_weights(tmp_path: Path) -> None:
+    def callbacks(name: str) -> tuple[Any, ...]:
+        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1)
+        averaging = getattr(lightnings, "WeightAveraging", None)  # since Lightning 2.6
+        return (saves, averaging(use_buffers=True)) if averaging else (saves,)
+
+    runs = [
+        run(rungs, RAGGED(), max_epochs=3, callbacks=callbacks(name), enable_checkpointing=True, **ACCUMULATE)
+        for name, rungs in (("plain", None), ("merged", MERGE))
+    ]
+    assert merged_like(*runs)
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "merged").iterdir()) and len(names) == 4
+    for name in names:
+        plain, merged = (torch.load(tmp_path / kind / name, weights_only=False) for kind in ("plain", "merged"))
+        assert merged["loops"] == plain["loops"] and merged["global_step"] == plain["global_step"]
+        assert apart(plain["state_dict"], merged["state_dict"]) < 1e-6
+        assert merged["callbacks"].keys() == plain["callbacks"].keys()
+
+
+@pytest.mark.parametrize("at", ["epoch", "step"])
+@pytest.mark.parametrize(("first", "then"), [(None, MERGE), (MERGE, None), (MERGE, MERGE)])
+def test_either_run_resumes_the_others_checkpoint(tmp_path: Path, first: Any, then: Any, at: str) -> None:
+    """In the middle of an epoch Lightning starts the data anew; in both runs it is the same data."""
+    train = partial(batches, 84)
+
+    def fit(rungs: Any, epochs: int, ckpt: Any = None, save: Path | None = None) -> Run:
+        saver = (ModelCheckpoint(save, every_n_train_steps=4, save_top_k=-1),) if save else ()
+        return run(
+            rungs,
+            train(),
+            partial(Net, AdamW, one_cycle_of_12, lr=0.01),
+            max_epochs=epochs,
+            ckpt=ckpt,
+            callbacks=saver,
+            enable_checkpointing=bool(save),
+            val=batches(),
+            **ACCUMULATE,
+        )
+
+    saved = tmp_path / "last.ckpt"
+    half = fit(first, 2, save=tmp_path / "half" if at == "step" else None)
+    if at == "epoch":
+        half.trainer.save_checkpoint(saved)
+    else:
+        saved = next((tmp_path / "half").glob("*step=4*"))  # one window into the second epoch
+    reference, resumed = fit(None, 4, ckpt=saved), fit(then, 4, ckpt=saved)
+    assert resumed.record.rates == pytest.approx(reference.record.rates) and len(reference.record.rates) >= 6
+    assert resumed.module.samples == reference.module.samples
+    assert resumed.record.validated == reference.record.validated
+    assert distance(reference, resumed) < 1e-6
+    progress = [done.trainer.fit_loop.epoch_loop.batch_progress.state_dict() for done in (reference, resumed)]
+    assert progress[0] == progress[1]
+
+
+def one_cycle_of_12(optimizer: Any, module: Any) -> Any:
+    return {"scheduler": OneCycleLR(optimizer, 0.02, total_steps=20), "interval": "step"}
+
+
+def attributes(trainer: L.Trainer) -> dict[str, Any]:
+    loop = trainer.fit_loop
+    return {
+        "accumulate": trainer.accumulate_grad_batches,
+        "limit": trainer.limit_train_batches,
+        "interval": trainer.val_check_interval,
+        "val_batch": trainer.val_check_batch,
+        "batches": loop.max_batches,
+        "progress": copy.deepcopy(loop.epoch_loop.batch_progress.state_dict()),
+        "frequencies": [type(config.frequency) for config in trainer.lr_scheduler_configs],
+        "strategy": type(trainer.strategy).__name__,
+    }
+
+
+def test_after_the_fit_everything_is_as_in_the_plain_run() -> None:
+    settings = {"val": batches, "max_epochs": 2, "val_check_interval": 8, "limit_train_batches": 11, **ACCUMULATE}
+    plain, merged = both(MERGE, RAGGED, partial(Net, SGD, partial(every, 2)), **settings)
+    assert attributes(merged.trainer) == attributes(plain.trainer)
+    for done in (plain, merged):
+        done.trainer.fit_loop.max_epochs = 4
+        done.trainer.fit(done.module, batches(84))
+    assert merged.seen("batch")["merged_batches"] == 4
+    assert attributes(merged.trainer) == attributes(plain.trainer) and merged.module.samples == plain.module.samples
+    assert distance(plain, merged) < 1e-6
+    assert weights(merged.module).keys() == weights(plain.module).keys()
+
+
+def test_after_a_fit_that_raised(tmp_path: Path) -> None:
+    class Raises(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 1:
+                raise RuntimeError("planted")
+            return super().training_step(batch, batch_idx)
+
+    made: list[L.Trainer] = []
+
+    class Keep(L.Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            made.append(trainer)
+
+    for rungs in (None, MERGE):
+        with pytest.raises(RuntimeError, match="planted"):
+            run(rungs, RAGGED(), partial(Raises, SGD, partial(every, 2)), callbacks=(Keep(),), **ACCUMULATE)
+    plain, merged = attributes(made[0]), attributes(made[1])
+    # The plain run stopped in the first batch of a window, the merged one in the window: both were about to begin it.
+    assert plain.pop("progress")["total"]["completed"] == merged.pop("progress")["total"]["completed"] == 4
+    assert merged == plain

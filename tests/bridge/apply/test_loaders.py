@@ -1,0 +1,257 @@
+"""Train loaders in a real Trainer: several, reloaded, in the user's own CombinedLoader; everything given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from fastloop.bridge.apply.loaders import _read_plain_sizes
+from fastloop.errors import ConfigError
+from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
+
+WORKERS = {"workers": {"count": 2}}
+
+
+class Reloads(Net):
+    """Hands out a new loader each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Any]] = []
+
+    def train_dataloader(self) -> Any:
+        loader = batches(20, shuffle=True)
+        self.made.append(weakref.ref(loader))
+        return loader
+
+
+class Hooks(Net):
+    """Notes its transfer hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any]] = []
+
+    def _note(self, hook: str, batch: Any) -> None:
+        first = batch["a"] if isinstance(batch, dict) else batch
+        self.calls.append((hook, first[2].tolist()))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self._note("before", batch)
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self._note("transfer", batch)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self._note("after", batch)
+        return batch
+
+
+class Two(Hooks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx) + self.loss(batch["b"])
+
+
+class TwoPlain(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx) + self.loss(batch["b"])
+
+
+def two() -> dict[str, Any]:
+    return {"a": batches(40, shuffle=True), "b": batches(24, 8)}
+
+
+def same(plain: Run, ours: Run) -> bool:
+    return (
+        plain.module.samples == ours.module.samples
+        and distance(plain, ours) == 0
+        and plain.record.hooks == ours.record.hooks
+    )
+
+
+def test_reloaded_loaders_are_changed_again_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    alive: list[int] = []
+
+    class Counts(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            gc.collect()
+            alive.append(sum(made() is not None for made in module.made))
+
+    settings = {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}
+    plain, ours = both({**WORKERS, "prefetch": {}}, lambda: None, Reloads, **settings)
+    assert same(plain, ours) and ours.seen("prefetch")["batches"] == 15 and ours.seen("workers")["live_workers"] == 2
+    run({**WORKERS, "prefetch": {}}, None, Reloads, callbacks=(Counts(),), **settings)
+    assert alive[0] == 1 and max(alive) <= 2  # the last generation and this one, not one for each epoch
+
+
+def test_transfer_hooks_survive_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+
+    class Both(Hooks, Reloads):
+        def __init__(self) -> None:
+            Hooks.__init__(self)
+            self.made = []
+
+    plain, ours = both({"prefetch": {}}, lambda: None, Both, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    assert ours.reason("prefetch") is None and ours.seen("prefetch")["batches"] == 9
+    for hook in ("before", "transfer", "after"):
+        assert [call for call in ours.module.calls if call[0] == hook] == [
+            call for call in plain.module.calls if call[0] == hook
+        ]
+    assert "on_before_batch_transfer" not in vars(ours.module)
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_several_loaders_with_transfer_hooks(monkeypatch: pytest.MonkeyPatch, reload: int) -> None:
+    """The hooks expect one batch of all loaders: the feed is given up, and the plain run's calls remain."""
+    feed_on_cpu(monkeypatch)
+    plain, ours = both({**WORKERS, "prefetch": {}}, two, Two, max_epochs=3, reload_dataloaders_every_n_epochs=reload)
+    assert str(ours.reason("prefetch")).startswith("several train loaders with transfer hooks of your own")
+    assert same(plain, ours) and ours.module.calls == plain.module.calls and len(plain.module.calls) == 45
+    assert ours.verdict("workers").took and ours.seen("prefetch")["batches"] == 0
+
+
+def test_several_loaders_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    plain, ours = both({**WORKERS, "prefetch": {}}, two, TwoPlain, max_epochs=3)
+    assert same(plain, ours) and ours.seen("prefetch")["batches"] == 30
+
+
+def test_one_of_several_loaders_has_workers_already() -> None:
+    def train() -> dict[str, Any]:
+        return {"a": batches(40, shuffle=True), "b": batches(24, 8, num_workers=1)}
+
+    seen: list[list[int]] = []
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append([loader.num_workers for loader in trainer.fit_loop._combined_loader.flattened])
+
+    plain, ours = both(WORKERS, train, TwoPlain, max_epochs=2, callbacks=lambda: (Look(),))
+    assert same(plain, ours) and seen == [[0, 1], [2, 1]] and ours.verdict("workers").took
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_the_users_combined_loader_is_given_back(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+
+    class Maybe(TwoPlain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (
+                Net.training_step(self, batch["a"], batch_idx)
+                if batch["b"] is None
+                else super().training_step(batch, batch_idx)
+            )
+
+    combined = [CombinedLoader(two(), mode) for _ in range(2)]
+    user = list(combined[1].flattened)
+    before = [dict(vars(loader)) for loader in user]
+    given = iter(combined)
+    plain, ours = both({**WORKERS, "prefetch": {}}, lambda: next(given), Maybe, max_epochs=2)
+    assert same(plain, ours) and ours.verdict("workers").took
+    assert [id(loader) for loader in combined[1].flattened] == [id(loader) for loader in user]
+    assert [dict(vars(loader)) for loader in user] == before
+
+
+def test_the_same_combined_loader_on_every_reload() -> None:
+    """Lightning leaves our copies in it; the next reload finds the user's loaders behind them."""
+
+    class Keeps(TwoPlain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.combined = CombinedLoader(two(), "min_size")
+            self.kinds: list[str] = []
+
+        def train_dataloader(self) -> Any:
+            return self.combined
+
+        def on_train_epoch_start(self) -> None:
+            self.kinds += [type(getattr(loader, "inner", loader)).__name__ for loader in self.combined.flattened]
+
+    plain, ours = both(WORKERS, lambda: None, Keeps, max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    assert same(plain, ours) and set(ours.module.kinds) == {"DataLoader"}
+    assert all(type(loader) is DataLoader and loader.num_workers == 0 for loader in ours.module.combined.flattened)
+
+
+def test_a_loader_that_cannot_be_changed_is_left_alone() -> None:
+    class Stubborn(DataLoader):
+        @property
+        def prefetch_factor(self) -> int | None:
+            return None
+
+        @prefetch_factor.setter
+        def prefetch_factor(self, value: Any) -> None:
+            if value is not None:
+                raise RuntimeError("is mine")
+
+    plain, ours = both(WORKERS, lambda: Stubborn(numbered(20), batch_size=8), max_epochs=2)
+    assert ours.reason("workers") == "RuntimeError: is mine" and same(plain, ours)
+    with pytest.raises(ConfigError, match="is mine"):
+        run(WORKERS, Stubborn(numbered(20), batch_size=8), strict=True)
+
+
+def test_workers_count_as_seen_though_the_feed_ends_them_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    ours = run({**WORKERS, "prefetch": {"depth": 3}}, batches(20), max_epochs=1)
+    assert ours.verdict("workers").took and ours.seen("workers")["live_workers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sizes"),
+    [
+        (BatchSampler(SequentialSampler(range(20)), 8, False), (8, 4)),
+        (BatchSampler(SequentialSampler(range(20)), 8, True), (8, 8)),
+        (BatchSampler(RandomSampler(range(16)), 8, False), (8, 8)),
+        (BatchSampler(iter(range(16)), 8, False), None),
+        (None, None),
+        (type("Own", (BatchSampler,), {})(SequentialSampler(range(20)), 8, False), None),
+    ],
+)
+def test_sizes_are_known_for_torchs_own_batch_sampler(sampler: Any, sizes: Any) -> None:
+    assert _read_plain_sizes(sampler) == sizes
+
+
+@pytest.mark.parametrize("micro", [3, 16])
+def test_all_data_rungs_together(micro: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Workers draw ahead, the feed fetches ahead, windows are merged and cut; then half of it resumed."""
+    feed_on_cpu(monkeypatch)
+    rungs = {**WORKERS, "prefetch": {"depth": 3}, "batch": {"micro_batch": micro}}
+
+    def fit(which: Any, epochs: int, **settings: Any) -> Run:
+        return run(
+            which, batches(84, shuffle=True), max_epochs=epochs, accumulate_grad_batches=4, val=batches(), **settings
+        )
+
+    plain, ours = fit(None, 6), fit(rungs, 6)
+    assert [verdict.took for verdict in ours.loop.verdicts if verdict.rung != "prefetch"] == [True, True]  # type: ignore[union-attr]
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-6
+    assert ours.record.validated == plain.record.validated
+    fit(rungs, 2).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    halves = [fit(which, 4, ckpt=tmp_path / "half.ckpt") for which in (None, rungs)]
+    assert halves[1].module.samples == halves[0].module.samples and distance(*halves) < 1e-6
+
+
+def test_validation_loaders_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    kinds: list[Any] = []
+
+    class Look(L.Callback):
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            kinds.append((type(trainer.val_dataloaders), trainer.val_dataloaders.num_workers))
+
+    plain, ours = both(
+        {**WORKERS, "prefetch": {}}, batches, Hooks, val=batches, callbacks=lambda: (Look(),), max_epochs=2
+    )
+    assert same(plain, ours) and set(kinds) == {(DataLoader, 0)}
+    assert sorted(ours.module.calls) == sorted(plain.module.calls)
+    assert torch.equal(plain.trainer.callback_metrics["val_loss"], ours.trainer.callback_metrics["val_loss"])

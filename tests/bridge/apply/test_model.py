@@ -1,0 +1,62 @@
+"""What a model already is: each property seen where it holds, and not where it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.bridge.apply.read_facts import evidence
+from tests.models import Regression
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 1), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )
+
+
+def seen(module: torch.nn.Module | None, **groups: Any) -> dict[str, Any]:
+    optimizer = SimpleNamespace(param_groups=[groups])
+    return evidence(SimpleNamespace(lightning_module=module, datamodule=None, optimizers=[optimizer]))
+
+
+def test_a_plain_model() -> None:
+    assert seen(net()) == {
+        "compiled": False,
+        "channels_last": False,
+        "fused": False,
+        "convs": 2,
+        "transfer_hooks": [],
+        "parameters": 3 * 8 * 9 + 8 + 64 + 8 + 16 + 2,
+    }
+    assert seen(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda module: module.to(memory_format=torch.channels_last), "channels_last"),
+        (lambda module: module[0].compile(backend="eager"), "compiled"),
+        (lambda module: module.compile(backend="eager"), "compiled"),
+    ],
+    ids=["channels_last", "inner", "whole"],
+)
+def test_what_the_user_did_already(change: Any, name: str) -> None:
+    module = net()
+    change(module)
+    assert [key for key, value in seen(module).items() if value is True] == [name]
+
+
+def test_fused_only_where_every_group_is() -> None:
+    assert seen(net(), fused=True)["fused"] and not seen(net(), fused=None)["fused"]
+
+
+def test_batch_transfer_hooks_of_the_users_own() -> None:
+    class Moves(Regression):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch
+
+    assert seen(Moves())["transfer_hooks"] == ["transfer_batch_to_device"] and not seen(Regression())["transfer_hooks"]

@@ -1,0 +1,252 @@
+"""The facts read off Trainers, modules and loaders; and that reading changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.fit.strategy import mixed
+from fastloop.records.facts import Facts
+from tests.models import Regression, loader, pairs, trainer
+
+
+def facts(module: Any = None, **settings: Any) -> Facts:
+    made = trainer(**settings)
+    made.strategy.connect(module or Regression())
+    return read_facts.run_facts(made, made.strategy)
+
+
+def test_a_plain_run() -> None:
+    found = facts()
+    assert (found.device, found.world_size, found.local_ranks, found.strategy) == ("cpu", 1, 1, "SingleDeviceStrategy")
+    assert found.plain_gradients and not found.is_ddp and found.precision == "32-true" and not found.own_precision
+    assert found.automatic_optimization and not found.resuming and not found.clip and found.accumulate == 1
+    assert found.batchnorms == found.convs == found.not_mean_losses == found.autocasts == found.transfer_hooks == ()
+    assert found.compile_targets == ("net",) and found.loader is None and found.cpu_count >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "value"),
+    [
+        ({"precision": "bf16-mixed"}, "own_precision", True),
+        ({"precision": "bf16-true"}, "precision", "bf16-true"),
+        ({"accumulate_grad_batches": 3}, "accumulate", 3),
+        ({"accumulate_grad_batches": 3}, "micro_batches", True),
+        ({"gradient_clip_val": 0.5}, "clip", True),
+        ({"reload_dataloaders_every_n_epochs": 2}, "reload_every_n_epochs", 2),
+        ({"limit_train_batches": 5}, "limit_train_batches", 5),
+        ({"val_check_interval": 0.5}, "val_check_interval", 0.5),
+        ({"callbacks": GradientAccumulationScheduler({0: 1, 4: 2})}, "accumulation_scheduled", True),
+        ({"callbacks": StochasticWeightAveraging(0.1)}, "averages_weights_by_swa", True),
+        ({"strategy": "ddp", "devices": 2}, "is_ddp", True),
+        ({"strategy": "ddp", "devices": 2}, "local_ranks", 2),
+        ({"strategy": DDPStrategy(ddp_comm_hook=print), "devices": 2}, "user_comm_hook", True),
+    ],
+)
+def test_what_the_trainer_was_told(settings: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(facts(), field) != value, "the default: nothing was read"
+    assert getattr(facts(**settings), field) == value
+
+
+def test_deepspeed_is_not_ddp_though_it_inherits_from_it() -> None:
+    for kind, ddp, whole in ((DDPStrategy, True, True), (DeepSpeedStrategy, False, False)):
+        for made in (kind, mixed(kind)):
+            made = made.__new__(made)
+            vars(made)["_ddp_kwargs"] = {}
+            assert read_facts._is_ddp(made) == ddp
+            assert (read_facts._is_ddp(made) or isinstance(made, SingleDeviceStrategy)) == whole
+
+
+class Hooks(Regression):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        """Its own way."""
+
+
+class DataHooks(L.LightningDataModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+def test_hooks_of_the_user_and_who_has_them() -> None:
+    made, module = trainer(), Hooks()
+    made.strategy.connect(module)
+    found = read_facts.run_facts(made, made.strategy)
+    assert found.transfer_hooks == ("on_after_batch_transfer",) and found.clip
+    assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is module
+    made.datamodule = data = DataHooks()  # type: ignore[attr-defined]
+    assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is data
+    assert read_facts.find_hook_owner(made, "transfer_batch_to_device") is None
+    plain = Regression()
+    plain.transfer_batch_to_device = lambda *args: None  # type: ignore[method-assign,assignment]
+    assert read_facts.overrides(plain, "transfer_batch_to_device")
+
+
+def test_a_package_whose_name_begins_like_lightnings_is_the_users() -> None:
+    kind = type(
+        "Theirs",
+        (Regression,),
+        {"on_before_batch_transfer": lambda self, batch, index: batch, "__module__": "pytorch_lib.models"},
+    )
+    assert read_facts.overrides(kind(), "on_before_batch_transfer")
+
+
+class Suspect(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = torch.nn.CrossEntropyLoss(reduction="sum")
+        self.weighted = torch.nn.CrossEntropyLoss(weight=torch.ones(2))
+        self.mean = torch.nn.MSELoss()
+        self.features = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 3), torch.nn.BatchNorm2d(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autocast("cpu"):
+            return torch.nn.functional.mse_loss(*batch, reduction="sum")
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.detach_()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.nn.functional.mse_loss(*batch, reduction="none")
+
+
+def test_what_a_module_does_as_far_as_its_source_says() -> None:
+    found = facts(Suspect())
+    assert found.autocasts == ("Suspect.training_step",) and found.detaches_grads == ("Suspect.on_after_backward",)
+    losses = {text.split(" ")[0] for text in found.not_mean_losses}
+    assert {"sum", "weighted", "Suspect.training_step"} <= losses and not losses & {"mean", "Suspect.validation_step"}
+    assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)
+
+
+def test_a_class_typed_at_a_prompt_has_no_source_and_is_no_error() -> None:
+    space: dict[str, Any] = {"Regression": Regression, "torch": torch}
+    exec("class Typed(Regression):\n def training_step(self, batch):\n  torch.autocast('cpu')\n", space)
+    assert facts(space["Typed"]()).autocasts == ()
+
+
+class Bare(L.LightningModule):
+    """Layers of torch's own, called through its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch).sum()
+
+
+class Listed(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2)])
+        self.activation = torch.nn.ReLU()
+        self.head = torch.nn.Linear(2, 2)
+
+
+def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
+    assert list(read_facts.compile_targets(Bare())) == [""]
+    assert list(read_facts.compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
+    compiled = Regression()
+    compiled.net.compile(backend="eager")
+    assert facts(compiled).compiled_by_user == ("net",) and facts().compiled_by_user == ()
+
+
+class Draws(Dataset[Any]):
+    def __getitem__(self, index: int) -> float:
+        return random.random()
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: loader(), {"batch_size": 8, "batches": 8, "num_workers": 0, "draws_random": ()}),
+        (lambda: DataLoader(pairs(), batch_size=None), {"batch_size": None, "auto_collates": False, "batches": 64}),
+        (lambda: loader(num_workers=2, persistent_workers=True), {"num_workers": 2, "persistent_workers": True}),
+        (lambda: loader(collate_fn=list), {"custom_collate": True}),
+        (lambda: DataLoader(Endless(), batch_size=2), {"map_style": False, "batches": None, "batch_size": 2}),
+        (lambda: loader(multiprocessing_context="spawn", num_workers=1), {"start_method": "spawn"}),
+        (
+            lambda: DataLoader(pairs(), batch_sampler=BatchSampler(SequentialSampler(pairs()), 6, False)),
+            {"batch_size": 6, "batches": 11},
+        ),
+        (lambda: DataLoader(pairs(), batch_sampler=[[0, 1, 2], [3]]), {"batch_size": None, "batches": 2}),
+        (lambda: [1, 2, 3], {"kind": "list", "is_dataloader": False, "map_style": False, "batches": 3}),
+        (lambda: iter([1]), {"is_dataloader": False, "batches": None, "stateful": False}),
+    ],
+)
+def test_what_a_loader_is(made: Any, expected: dict[str, Any]) -> None:
+    found = read_facts.loader_facts(made())
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_reading_takes_no_sample_and_draws_no_number() -> None:
+    class Counts(Draws):
+        taken = 0
+
+        def __getitem__(self, index: int) -> float:
+            type(self).taken += 1
+            return random.random()
+
+    module = Suspect()
+    states = random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state())
+    found = read_facts.loader_facts(DataLoader(Counts(), shuffle=True))
+    facts(module)
+    assert Counts.taken == 0 and found.draws_random
+    assert states == (random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state()))
+
+
+class Talks(Regression):
+    """Mentions autocast( and reduction='sum' without using them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        # no torch.autocast( here, and no reduction="sum"
+        return super().training_step(batch, batch_idx)
+
+
+class Weighted(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.net(x), y, weight=torch.ones(1))
+
+
+def test_comments_are_no_code_and_weighted_losses_are_seen() -> None:
+    assert facts(Talks()).autocasts == () == facts(Talks()).not_mean_losses
+    assert facts(Weighted()).not_mean_losses == ("Weighted.training_step divides by its class weights",)
+
+
+class Unsized(BatchSampler):
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter([[0], [1, 2]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_batch_sampler_without_a_size_is_no_error() -> None:
+    assert read_facts.loader_facts(DataLoader(pairs(4), batch_sampler=Unsized())).batch_size is None

@@ -1,0 +1,104 @@
+"""What a configuration would do. The numbers of whole plans are checked by hand in tests/commands/test_run.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from fastloop.bridge.fit import dry_run
+from fastloop.bridge.fit.recipe_modules import FOLDER
+from fastloop.config.loading import load
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.plan import Change, Plan, Step
+from tests.models import Regression, pairs
+from tests.trainings import NET
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(FOLDER, "")
+    return tmp_path
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, loader: Any, *overrides: str, module: Any = None) -> dry_run.DryRun:
+    """The dry run of a recipe with this train loader."""
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader
+
+    monkeypatch.setattr(dry_run, "build_recipe", lambda config: (module or Regression(), Data()))
+    return dry_run.dry_run(load(str(NET), overrides=overrides))
+
+
+def test_a_plain_loader(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    made = planned(monkeypatch, DataLoader(pairs(), batch_size=8), "trainer.accumulate_grad_batches=2")
+    assert (made.samples_per_step, made.batches_in_flight, made.bytes_in_flight) == (16, 1, 8 * 9 * 4)
+    assert made.facts.loader is not None and made.facts.loader.sample_bytes == 36
+    assert list(here.iterdir()) == []
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("a sample was taken")
+
+
+class ByName(Dataset[Any]):
+    """Samples by letters, and none by number."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.zeros(ord(name) - ord("a") + 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples", "batches", "size"),
+    [
+        (DataLoader(Endless(), batch_size=4), 4, 1, None),
+        (DataLoader(pairs(), batch_size=None), None, 1, None),
+        (DataLoader(ByName(), batch_size=2, sampler=list("abc")), 2, 1, 16),
+        (DataLoader(pairs(), batch_size=2, collate_fn=lambda samples: 1 / 0), 2, 1, None),
+        ([torch.zeros(4, 8)], None, None, None),
+        (DataLoader(pairs(), batch_size=2, num_workers=3, prefetch_factor=4), 2, 13, 13 * 72),
+    ],
+    ids=["iterable", "unbatched", "by name", "collate that fails", "a list", "own workers"],
+)
+def test_what_cannot_be_known_is_none(
+    loader: Any, samples: int | None, batches: int | None, size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planned(monkeypatch, loader)
+    assert (made.samples_per_step, made.batches_in_flight, made.bytes_in_flight) == (samples, batches, size)
+
+
+def test_batches_on_the_device_count() -> None:
+    change = Change(wants={"feed.depth": 2, "loader.num_workers": 3, "loader.prefetch_factor": 2, "loader.window": 4})
+    made = Plan(steps=(Step(rung="prefetch", status="planned", change=change),))
+    facts = Facts(loader=LoaderFacts(kind="DataLoader", batch_size=8, sample_bytes=10))
+    held = dry_run._count_batches_in_flight(made, object(), facts)
+    assert held == 3 * 2 + 2 + 1 and dry_run._count_bytes(made, facts, held) == 9 * 4 * 8 * 10
+
+
+def test_layers_made_late_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Regression):
+        def setup(self, stage: str) -> None:
+            assert stage == "fit" and self.trainer.datamodule is not None
+            self.extra = torch.nn.Conv2d(1, 1, 1)
+
+        def configure_model(self) -> None:
+            self.norm = torch.nn.BatchNorm1d(8)
+
+    facts = planned(monkeypatch, DataLoader(pairs()), module=Late()).facts
+    assert facts.convs == ("extra",) and facts.batchnorms == ("norm",)
+
+
+def test_resuming_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(monkeypatch, DataLoader(pairs()), "run.resume=x.ckpt").facts.resuming
+    assert not planned(monkeypatch, DataLoader(pairs())).facts.resuming

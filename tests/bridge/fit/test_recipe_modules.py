@@ -1,0 +1,34 @@
+"""The package of recipes finds its folder by itself, in any process. What lives in it is in test_recipe.py."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import Path
+
+import pytest
+
+from fastloop.bridge.fit import recipe_modules, recipes
+from fastloop.config.loading import load
+from fastloop.config.shipped import shipped_root
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_it_is_where_the_variable_says_else_what_is_shipped(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = list(recipe_modules.__path__)
+    try:
+        monkeypatch.setenv(recipe_modules.FOLDER, str(tmp_path) if own else "")
+        found = list(importlib.reload(recipe_modules).__path__)
+    finally:
+        recipe_modules.__path__[:] = before
+    assert found == [str(tmp_path if own else shipped_root() / "recipes")]
+
+
+def test_what_was_pickled_before_the_file_moved_is_found() -> None:
+    old = pickle.dumps(recipes.load(load("gpt2")).Settings(size="tiny"), protocol=0)
+    old = old.replace(b"fastloop.bridge.fit.recipe_modules", b"fastloop.bridge.recipe_modules")
+    assert pickle.loads(old).size == "tiny"
+    with pytest.raises(ModuleNotFoundError):
+        pickle.loads(old.replace(b"recipe_modules", b"recipe_folder"))

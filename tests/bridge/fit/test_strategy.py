@@ -1,0 +1,110 @@
+"""The mixin: the right base in each namespace, nothing changed without an applier, copies that work."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.bridge import namespaces
+from fastloop.bridge.fit import strategy
+from tests.models import Regression, loader, trainer
+
+pytestmark = pytest.mark.short
+
+PUBLIC = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+@pytest.mark.parametrize("space", namespaces.NAMES)
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_mixed_class_keeps_its_namespace_and_layout(space: str, name: str) -> None:
+    kind: Any = namespaces.load(space, f"strategies.{name}")
+    mixed = strategy.mixed(kind)
+    assert mixed is strategy.mixed(kind) and issubclass(mixed, kind) and namespaces.of(mixed) == space
+    assert mixed.__name__ == f"FastLoop_{name}"
+    ours = [base for base in mixed.__mro__ if base.__module__ == "fastloop.bridge.fit.strategy"]
+    assert all(issubclass(base, namespaces.load(space, "strategies.Strategy")) for base in ours) and len(ours) == 2
+    alive = kind.__new__(kind)
+    alive.__class__ = mixed  # CPython refuses where the layouts differ
+    assert strategy.is_mixed(alive)
+    alive.__class__ = kind
+    assert not strategy.is_mixed(alive)
+
+
+def test_only_public_methods_of_lightnings_strategy_are_overridden() -> None:
+    base: Any = namespaces.load("lightning.pytorch", "strategies.Strategy")
+    ddp: Any = namespaces.load("lightning.pytorch", "strategies.DDPStrategy")
+    bases = [kind for kind in strategy.mixin("lightning.pytorch").__mro__ if "fastloop" in kind.__module__]
+    ours = {name for kind in bases for name, value in vars(kind).items() if callable(value)} - {"__reduce_ex__"}
+    assert ours and not [name for name in ours if name.startswith("_")]
+    assert all(hasattr(base, name) or hasattr(ddp, name) for name in ours)
+
+
+class Note:
+    """An applier that only notes who called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        results = {
+            "loader": lambda loader: loader,
+            "to_device": lambda batch, move, index: move(),
+            "training_step": lambda step, *args, **kwargs: step(*args, **kwargs),
+        }
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.calls or self.calls[-1] != name:
+                self.calls.append(name)
+            return results.get(name, lambda *args: None)(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["swapped", "by name"])
+def test_calls_reach_the_applier_in_lightnings_order(named: bool) -> None:
+    strategy.register()
+    made = trainer(strategy="fastloop" if named else "auto")
+    if not named:
+        made.strategy.__class__ = strategy.mixed(type(made.strategy))
+    plain, module, note = Regression(), Regression(), Note()
+    module.load_state_dict(plain.state_dict())
+    vars(made.strategy)["fastloop"] = note
+    made.fit(module, loader(16))
+    once = ["to_device", "training_step", "before_backward"]
+    assert note.calls == ["model_built", "loader", *once, *once]
+    trainer().fit(plain, loader(16))
+    assert module.losses == plain.losses
+
+
+@pytest.mark.parametrize("space", namespaces.NAMES)
+@pytest.mark.parametrize("name", ["fastloop", "fastloop_ddp"])
+def test_names_are_registered_once_in_every_namespace(space: str, name: str) -> None:
+    registry = importlib.import_module(space).strategies.StrategyRegistry
+    strategy.register()
+    before = registry[name]
+    strategy.register()
+    assert registry[name] is before and name in registry.available_strategies()
+
+
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("name", ["auto", "fastloop", "fastloop_ddp"])
+def test_copies_keep_their_class_and_leave_the_applier(how: Any, name: str) -> None:
+    made = trainer(strategy=name)
+    kind = type(made.strategy) if name != "auto" else strategy.mixed(type(made.strategy))
+    made.strategy.__class__ = kind
+    vars(made.strategy)["fastloop"] = note = Note()
+    twin = how(made.strategy)
+    assert type(twin) is kind and "fastloop" not in vars(twin) and vars(made.strategy)["fastloop"] is note
+    assert twin.root_device == torch.device("cpu")
+    assert set(vars(twin)) == set(vars(made.strategy)) - {"fastloop"}

@@ -1,0 +1,56 @@
+"""Which of Lightning's two names an object belongs to, and what happens where one of them is broken."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+
+from fastloop import FastLoop
+from fastloop.bridge import namespaces
+from tests.bridge.launch import python
+
+pytestmark = pytest.mark.short
+
+SPACES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_an_object_belongs_to_the_namespace_of_its_first_lightning_base(name: str) -> None:
+    kind = SPACES[name].strategies.SingleDeviceStrategy
+    mine = type("Mine", (kind,), {"__module__": "lightning_like.strategies"})
+    assert namespaces.of(kind) == namespaces.of(mine) == namespaces.of(mine("cpu")) == name
+    assert namespaces.load(name, "strategies.SingleDeviceStrategy") is kind
+
+
+def test_what_is_not_lightnings_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"builtins\.dict is not a Lightning class"):
+        namespaces.of({})
+
+
+def test_installed_names_come_without_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(namespaces.installed()) == list(SPACES)
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert list(namespaces.installed()) == ["lightning.pytorch"]
+
+
+def test_a_broken_installation_of_the_other_name_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_lightning.py").write_text("raise ImportError('made for another torch')")
+    program = (
+        "from fastloop import FastLoop\n"
+        "from tests.models import Regression, loader, trainer\n"
+        "made = trainer(strategy='fastloop', callbacks=[FastLoop('safe', quiet=True)])\n"
+        "made.fit(Regression(), loader())\n"
+        "print('TRAINED', made.global_step)\n"
+    )
+    said = python("-c", program, cwd=tmp_path)
+    assert "TRAINED 8" in said
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_the_callback_is_one_of_each_namespace(name: str) -> None:
+    assert issubclass(FastLoop, SPACES[name].Callback)

@@ -1,0 +1,107 @@
+"""A step that comes out the same twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from torch.nn import functional
+
+from fastloop.bridge.trials import determinism
+
+X = torch.arange(1.0, 65.0).reshape(2, 4, 8)
+CALLS: dict[str, Callable[[], torch.Tensor]] = {
+    "function": lambda: functional.dropout(X, 0.5, training=True),
+    "default": lambda: functional.dropout(X),
+    "alpha": lambda: functional.alpha_dropout(X, 0.5, True),
+    "2d": lambda: functional.dropout2d(X[None], 0.5, True),
+    "feature": lambda: functional.feature_alpha_dropout(X, 0.5, training=True),
+    "layer": lambda: torch.nn.Dropout(0.5)(X),
+    "attention": lambda: functional.scaled_dot_product_attention(X, X, X, None, 0.5),
+    "named": lambda: functional.scaled_dot_product_attention(X, X, X, dropout_p=0.5, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_nothing_is_dropped_inside_and_everything_after(name: str) -> None:
+    call = CALLS[name]
+    torch.manual_seed(0)
+    assert not torch.equal(call(), call()), "as it is, it draws"
+    with determinism.make_repeatable():
+        before = torch.get_rng_state()
+        assert torch.equal(call(), call()) and torch.equal(torch.get_rng_state(), before)
+        if "attention" not in name and name != "named":
+            assert torch.equal(call().reshape(X.shape), X)
+    assert not torch.equal(call(), call())
+
+
+def test_attention_keeps_its_other_arguments() -> None:
+    plain = functional.scaled_dot_product_attention(X, X, X, is_causal=True)
+    with determinism.make_repeatable():
+        assert torch.equal(functional.scaled_dot_product_attention(X, X, X, None, 0.9, True), plain)
+        assert not torch.equal(functional.scaled_dot_product_attention(X, X, X), plain)
+
+
+class StochasticDepth(torch.nn.Module):
+    """As torchvision has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.5
+
+
+def test_layers_that_ask_no_function() -> None:
+    held = functional.dropout  # as `from torch.nn.functional import dropout` does
+    module = torch.nn.ModuleList(
+        [
+            torch.nn.LSTM(8, 8, 2, dropout=0.5),
+            torch.nn.Dropout(0.3),
+            StochasticDepth(),
+            torch.nn.MultiheadAttention(8, 2, 0.5),
+            torch.nn.Linear(8, 8),
+        ]
+    )
+    undo = determinism.switch_off_dropout(module)
+    lstm: torch.nn.LSTM = module[0]  # type: ignore[assignment]
+    assert torch.equal(lstm(X)[0], lstm(X)[0]) and torch.equal(module[1](X), X) and module[2].p == 0
+    undo()
+    assert lstm.dropout == 0.5 and module[1].p == 0.3 and module[2].p == 0.5
+    with determinism.make_repeatable():
+        attention = module[3]
+        assert torch.equal(attention(X, X, X)[0], attention(X, X, X)[0])
+    assert functional.dropout is held
+
+
+def test_modes_are_on_inside_and_back_after_an_error() -> None:
+    torch.backends.cudnn.benchmark = True
+    try:
+        with pytest.raises(ValueError), determinism.make_repeatable():
+            assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+            assert torch.is_deterministic_algorithms_warn_only_enabled() and not torch.backends.cudnn.benchmark
+            torch.use_deterministic_algorithms(False)  # as a Trainer does that is told so
+            determinism.make_deterministic()
+            assert torch.are_deterministic_algorithms_enabled()
+            raise ValueError
+        assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def test_all_streams_begin_at_a_number() -> None:
+    def drawn(number: int) -> tuple[float, float, float]:
+        determinism.seed_everything(number)
+        return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+    assert drawn(3) == drawn(3) and len({*drawn(3), *drawn(4)}) == 6
+
+
+def test_the_environment_is_the_users_where_it_is_set() -> None:
+    environ = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    determinism.prepare(environ)
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    fresh: dict[str, str] = {}
+    determinism.prepare(fresh)
+    assert fresh == determinism.ENVIRONMENT

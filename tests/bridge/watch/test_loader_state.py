@@ -1,0 +1,80 @@
+"""Looking at the loaders of a running fit."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from fastloop.bridge.watch import loader_state
+from tests.models import trainer
+from tests.runs import Net, batches, feed_on_cpu, run
+
+
+class Look(L.Callback):
+    """Waits until the queues are as full as they can be, then notes what is to be seen."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2:
+            return
+        full = loader_state.count_queued_batches(trainer)
+        end = time.monotonic() + 10
+        while loader_state.count_batches_owed(trainer) and time.monotonic() < end:
+            time.sleep(0.02)
+        self.seen = {
+            "queued": full,
+            "owed": loader_state.count_batches_owed(trainer),
+            **loader_state.gather_evidence(trainer),
+        }
+
+
+def look(rungs: Any, loader: Any) -> dict[str, Any]:
+    eyes = Look()
+    run(rungs, loader, callbacks=(eyes,), max_epochs=1)
+    return eyes.seen
+
+
+def test_without_workers() -> None:
+    seen = look(None, batches(80))
+    assert (seen["queued"], seen["owed"], seen["num_workers"], seen["kind"]) == (0, 0, 0, "DataLoader")
+    assert seen["map_style"] is True
+
+
+def test_with_workers_and_a_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    workers = {"workers": {"count": 2, "prefetch_factor": 2}}
+    seen = look(workers, batches(160))
+    assert (seen["queued"], seen["owed"], seen["num_workers"]) == (4, 0, 2)
+    seen = look({**workers, "prefetch": {"depth": 3}}, batches(160))
+    assert (seen["queued"], seen["owed"], seen["num_workers"]) == (7, 0, 2)
+
+
+def test_loaders_that_show_nothing() -> None:
+    class Own:
+        def __iter__(self) -> Any:
+            return iter([[*batch] for batch in batches(80)])
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([tuple(member) for member in batches(80).dataset])
+
+    own = look(None, Own())
+    assert own["kind"] == "Own" and own["num_workers"] is None and own["owed"] == 0
+    assert look(None, DataLoader(Stream(), batch_size=8))["map_style"] is False
+
+
+def test_before_a_fit_there_is_nothing() -> None:
+    fresh = trainer()
+    assert (
+        loader_state.find_loaders(fresh) == []
+        and loader_state.gather_evidence(fresh) == {}
+        and loader_state.count_batches_owed(fresh) == 0
+    )
+    assert list(loader_state.find_iterators(fresh)) == []
+    Net()

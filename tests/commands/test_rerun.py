@@ -1,0 +1,84 @@
+"""With what a run can be run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.commands.rerun import configuration, is_run, to_prove
+from fastloop.config.layers import as_patch
+from fastloop.config.loading import from_callback, to_yaml
+from tests.trainings import NET
+
+pytestmark = pytest.mark.short
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "measurement.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_configuration_with_a_recipe_can_be_run_again(here: Path) -> None:
+    path = here / "a" / "config.resolved.yaml"
+    assert configuration(Path("a")) is None, "there is none"
+    path.write_text(f"base: {NET}\n" + to_yaml(from_callback(None)[0]).replace("recipe: {}\n", ""))
+    assert configuration(Path("a")) == Path("a/config.resolved.yaml") and configuration(here / "a") == path
+    path.write_text("base: cifar10\n")
+    assert configuration(Path("a")) is not None
+
+
+def test_a_scripts_cannot_nor_one_whose_recipe_is_gone(here: Path) -> None:
+    path = here / "a" / "config.resolved.yaml"
+    path.write_text(to_yaml(from_callback("safe")[0]))
+    assert configuration(Path("a")) is None
+    path.write_text("base: ../gone/net.yaml\n")
+    assert configuration(Path("a")) is None
+
+
+def test_what_is_a_run(here: Path) -> None:
+    assert is_run("a") and is_run("a/") and is_run(str(here / "a"))
+    assert not is_run("b") and not is_run(str(NET)) and not is_run("a/measurement.json") and not is_run("x" * 300)
+    (here / "b").mkdir()
+    assert not is_run("b"), "a directory without a run"
+    (here / "a").rename(here / "gpt2")
+    assert not is_run("gpt2") and is_run("./gpt2"), "a recipe's name means the recipe"
+
+
+WORKERS = {"rungs": {"workers": {"enabled": True}}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "base"),
+    [
+        (["train.py"], "--script train.py"),
+        (["my train.py", "--lr", "0.1"], "--script 'my train.py' --args '--lr 0.1'"),
+        (["-c"], "--script train.py"),
+        (None, "--script train.py"),
+        ([], "--script train.py"),
+    ],
+)
+def test_a_scripts_patch_is_proven_on_the_script(argv: Any, base: str, here: Path) -> None:
+    (here / "a" / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    (here / "a" / "env.json").write_text(json.dumps({"argv": argv}))
+    assert to_prove(Path("a"), WORKERS) == f"fastloop ab {base} --vs workers"
+
+
+@pytest.mark.parametrize(
+    ("rungs", "vs"),
+    [
+        ({"pin": {"enabled": True}, "prefetch": {"enabled": True}}, "pin,prefetch"),
+        ({"batch": {"enabled": True, "micro_batch": 32}}, "rungs.batch.enabled=true,rungs.batch.micro_batch=32"),
+    ],
+)
+def test_a_recipes_patch_is_proven_on_its_configuration(rungs: Any, vs: str, here: Path) -> None:
+    (here / "a" / "config.resolved.yaml").write_text("base: cifar10\n")
+    asked = to_prove(Path("a"), {"rungs": rungs})
+    assert asked == f"fastloop ab a/config.resolved.yaml --vs {vs}"
+    layered = [as_patch(part) for part in vs.split(",")]
+    assert all(kind in ("more", "override") for kind, _ in layered)

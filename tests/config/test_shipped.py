@@ -1,0 +1,148 @@
+"""Names become files, in a clone and in a wheel; names for runs stay inside their folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastloop.config import shipped as module
+from fastloop.config.loading import from_callback
+from fastloop.config.shipped import is_path, locate, shipped, shipped_root
+from fastloop.errors import ConfigError
+from fastloop.ladder import plan
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.store import safe_name
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone with one recipe, two ladders and a rung."""
+    for name in ("recipes/resnet50", "configs/ladders/safe", "configs/ladders/full", "configs/rungs/amp"):
+        path = tmp_path / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "fastloop" / "config" / "shipped.py"))
+    return tmp_path
+
+
+def test_a_clone_ships_from_its_root_and_a_wheel_from_inside_the_package(root: Path) -> None:
+    assert shipped_root() == root
+    (root / "fastloop" / "_shipped" / "recipes").mkdir(parents=True)
+    (root / "fastloop" / "_shipped" / "recipes" / "gpt2.yaml").touch()
+    assert shipped_root() == root / "fastloop" / "_shipped"
+    assert shipped("recipes") == {"gpt2": root / "fastloop" / "_shipped" / "recipes" / "gpt2.yaml"}
+
+
+def test_names_by_kind(root: Path) -> None:
+    assert shipped("recipes") == {"resnet50": root / "recipes" / "resnet50.yaml"}
+    assert list(shipped("ladders")) == ["full", "safe"]
+    assert shipped("climbs") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [("x.yaml", True), ("x.yml", True), ("./x", True), ("a/b", True), ("resnet50", False), ("yaml", False)],
+)
+def test_is_path(text: str, path: bool) -> None:
+    assert is_path(text) is path
+
+
+def test_names_are_looked_up_in_order_of_kind(root: Path) -> None:
+    assert locate("amp", root, got="") == root / "configs" / "rungs" / "amp.yaml"
+    (root / "recipes" / "amp.yaml").touch()
+    assert locate("amp", root, got="") == root / "recipes" / "amp.yaml"
+
+
+def test_paths_start_at_the_folder_that_is_given(root: Path) -> None:
+    (root / "own.yaml").touch()
+    assert locate("../own.yaml", root / "recipes", got="") == root / "own.yaml"
+    assert locate(str(root / "own.yaml"), Path("elsewhere"), got="") == root / "own.yaml"
+
+
+KNOWN = "recipes: resnet50; ladders: full, safe; rungs: amp"
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "do"),
+    [
+        ("resnet5", f"no recipe, ladder, climb or rung has this name; there are {KNOWN}", "write resnet50"),
+        ("apm", f"no recipe, ladder, climb or rung has this name; there are {KNOWN}", "write amp"),
+        (
+            "zzz",
+            f"no recipe, ladder, climb or rung has this name; there are {KNOWN}",
+            "write one of these names, or a path that ends in .yaml",
+        ),
+        (
+            "own",
+            f"no recipe, ladder, climb or rung has this name; there are {KNOWN}",
+            "write own.yaml; a file needs its ending",
+        ),
+    ],
+)
+def test_unknown_names(root: Path, text: str, why: str, do: str) -> None:
+    (root / "own.yaml").touch()
+    with pytest.raises(ConfigError) as caught:
+        locate(text, root, got=repr(text))
+    assert str(caught.value) == f"got {text!r}\n  why {why}\n  do  {do}"
+
+
+def test_missing_files(root: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        locate("gone.yaml", root, got="base: gone.yaml (my.yaml:1)", chain=" (my.yaml -> gone.yaml)")
+    assert caught.value.got == "base: gone.yaml (my.yaml:1)"
+    assert caught.value.why == "there is no such file (my.yaml -> gone.yaml)"
+    assert caught.value.do == f"check the path; it starts at {root}"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("resnet50", "resnet50"),
+        ("my run 3", "my-run-3"),
+        ("../../x", "x"),
+        ("/etc/passwd", "etc-passwd"),
+        ("..", "run"),
+        ("", "run"),
+        ("--help", "help"),
+        ("été", "ete"),
+        ("日本", "run"),
+        ("a.b_c-d", "a.b_c-d"),
+        ("x" * 300, "x" * 80),
+        ("x" * 79 + " y", "x" * 79),
+        ("a\x00b\nc", "a-b-c"),
+    ],
+)
+def test_safe_name(text: str, name: str) -> None:
+    assert safe_name(text) == name
+
+
+FAVOURABLE = Facts(
+    cpu_count=16,
+    local_ranks=2,
+    device="cuda",
+    compute_capability=(9, 0),
+    compiler="g++",
+    world_size=2,
+    is_ddp=True,
+    strategy="DDPStrategy",
+    convs=("conv",),
+    compile_targets=("network",),
+    loader=LoaderFacts(kind="DataLoader", batch_size=64, batches=100),
+)
+
+
+def refused(rungs: Mapping[str, Any]) -> dict[str, str | None]:
+    """The rungs that even a run in which everything applies would be without, and why."""
+    made = plan(from_callback({"rungs": dict(rungs)})[0].ladder, FAVOURABLE)
+    return {step.rung: step.reason for step in made.steps if step.status == "skipped"}
+
+
+@pytest.mark.parametrize("name", shipped("ladders"))
+def test_a_shipped_ladder_switches_nothing_on_that_is_always_refused(name: str) -> None:
+    rungs = yaml.safe_load(shipped("ladders")[name].read_text())["rungs"]
+    assert rungs and refused(rungs) == {}
+    assert list(refused({**rungs, "batch": {"enabled": True}})) == ["batch"], "the control: it needs a number"

@@ -1,0 +1,86 @@
+"""A fork does not catch another thread inside a C library."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from fastloop.evidence.gpu import sampler
+from fastloop.evidence.gpu.sampler import no_fork
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+class Library:
+    """Holds its lock while it is called, as NVML does."""
+
+    def __init__(self, call_s: float) -> None:
+        self.lock, self.call_s, self.inside = threading.Lock(), call_s, threading.Event()
+
+    def call(self) -> None:
+        with self.lock:
+            self.inside.set()
+            time.sleep(self.call_s)
+
+
+def locked_in_child(library: Library) -> bool:
+    """Whether a child forked now finds the library's lock taken."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(not library.lock.acquire(timeout=0.2)))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "control"])
+def test_a_fork_waits_for_the_call_in_progress(gated: bool) -> None:
+    with no_fork():
+        pass  # the hooks are there
+    library = Library(0.3)
+
+    def work() -> None:
+        if gated:
+            with no_fork():
+                library.call()
+        else:
+            library.call()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert library.inside.wait(5)
+    assert locked_in_child(library) is (not gated)
+    thread.join()
+
+
+def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "LIMIT_S", 0.2)
+    library, release = Library(0.0), threading.Event()
+
+    def work() -> None:
+        with no_fork():
+            library.inside.set()
+            release.wait(20)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert library.inside.wait(5)
+    begun = time.monotonic()
+    assert locked_in_child(library) is False
+    took = time.monotonic() - begun
+    assert 0.2 <= took < 5 and thread.is_alive()
+    release.set()
+    thread.join()
+    with no_fork():
+        assert not sampler._gate.acquire(blocking=False), "the gate works on in the parent"
+
+
+def test_the_child_may_use_the_gate_itself() -> None:
+    with no_fork():
+        pass
+    child = os.fork()
+    if child == 0:
+        with no_fork():
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

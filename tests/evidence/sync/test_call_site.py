@@ -1,0 +1,197 @@
+"""Frames to lines: whose they are, how they are called, and what of the framework's is behind them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.evidence.sync import call_site
+from fastloop.evidence.sync.call_site import Cause, Site, find_logged_name, find_site
+
+Frame = tuple[str, str, str]
+PACKAGES = "/opt/venv/lib/python3.11/site-packages"
+USER = ("/home/u/project/train.py", "train", "step")
+SCRIPT = ("/home/u/project/main.py", "__main__", "<module>")
+FIT = (f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "lightning.pytorch.trainer.trainer", "fit")
+LOOP = (f"{PACKAGES}/lightning/pytorch/loops/epoch.py", "lightning.pytorch.loops.epoch", "advance")
+TORCH = (f"{PACKAGES}/torch/functional.py", "torch.functional", "unique")
+METRICS = (f"{PACKAGES}/torchmetrics/metric.py", "torchmetrics.metric", "forward")
+LIBRARY = (os.path.join(os.path.dirname(os.__file__), "functools.py"), "functools", "wrapper")
+RECIPE = (f"{PACKAGES}/fastloop/_shipped/recipes/gpt2.py", "recipes.gpt2", "forward")
+OURS = (f"{PACKAGES}/fastloop/rungs/batch.py", "fastloop.rungs.batch", "split")
+HUNTER = (f"{PACKAGES}/fastloop/evidence/sync/hunt.py", "fastloop.evidence.sync.hunt", "run")
+
+
+def called(*frames: Frame, **names: Any) -> Site:
+    """The site of an event in the last of these functions, each called by the one before, in files of these names."""
+    found: list[Site] = []
+
+    def inner() -> None:
+        found.append(find_site(sys._getframe(1)))
+
+    for filename, module, function in reversed(frames):
+        safe = "module" if function.startswith("<") else function
+        scope: dict[str, Any] = {"__name__": module, "inner": inner}
+        code = f"def {safe}(self=None, **k):\n    result_metric = metrics = name = None\n    inner()"
+        exec(compile(code, filename, "exec"), scope)
+        inner = scope[safe]
+    inner(**names)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("frames", "where", "users"),
+    [
+        ((USER,), "project/train.py:3", True),
+        ((USER, TORCH), "project/train.py:3", True),
+        ((SCRIPT, FIT, LOOP), "lightning/pytorch/loops/epoch.py:3", False),
+        ((SCRIPT, FIT, LOOP, USER, TORCH), "project/train.py:3", True),
+        ((USER, LOOP), "project/train.py:3", True),
+        ((SCRIPT, FIT, LOOP, METRICS, TORCH), "lightning/pytorch/loops/epoch.py:3", False),
+        ((SCRIPT, LIBRARY), "project/main.py:3", True),
+        ((SCRIPT, FIT, LOOP, RECIPE), "recipes/gpt2.py:3", True),
+        ((SCRIPT, OURS, TORCH), "fastloop/rungs/batch.py:3", False),
+        ((USER, HUNTER, TORCH), "project/train.py:3", True),
+        ((SCRIPT, ("<string>", "made", "__init__")), "project/main.py:3", True),
+        ((("<stdin>", "__main__", "f"),), "<stdin>:3", True),
+        ((SCRIPT, FIT, ("/x/checkout/src/lightning/loop.py", "lightning.loop", "f")), "lightning/loop.py:3", False),
+    ],
+    ids=[
+        "user",
+        "torch",
+        "launched",
+        "hook",
+        "self_log",
+        "metric",
+        "library",
+        "recipe",
+        "ours",
+        "hunter",
+        "generated",
+        "stdin",
+        "editable",
+    ],
+)
+def test_whose_line_it_is(frames: tuple[Frame, ...], where: str, users: bool) -> None:
+    found = called(*frames)
+    assert (found.where, found.users) == (where, users)
+
+
+def test_what_lies_between_is_kept() -> None:
+    found = called(USER, METRICS, TORCH)
+    assert found.inside == "torchmetrics/metric.py:3" and found.through == ("unique",)
+    assert called(USER, TORCH).inside is None
+    assert called(USER, (f"{PACKAGES}/torch/optim/adam.py", "torch.optim.adam", "step")).of_optimizer
+    closure = (f"{PACKAGES}/torch/optim/adam.py", "torch.optim.adam", "step")
+    assert not called(SCRIPT, FIT, closure, USER).of_optimizer  # Lightning runs training_step inside optimizer.step
+    fetch = (f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "torch.utils.data._utils.fetch", "fetch")
+    assert called(SCRIPT, FIT, fetch, USER).of_loading and not called(SCRIPT, FIT, USER).of_loading
+
+
+class Meta:
+    name = "loss"
+
+
+class Metric:
+    meta = Meta()
+
+
+RESULT = f"{PACKAGES}/lightning/pytorch/result.py"
+
+
+@pytest.mark.parametrize(
+    ("frame", "cause"),
+    [
+        ((RESULT, "lightning.pytorch.result", "update"), Cause(kind="sync_dist", name="loss")),
+        ((RESULT, "lightning.pytorch.logger_connector", "log_metrics"), Cause(kind="logger")),
+        ((RESULT, "lightning.pytorch.core.module", "__to_tensor"), Cause(kind="number")),
+        ((RESULT, "lightning.pytorch.loops", "_broadcast_sigterm_tensor"), Cause(kind="sigterm")),
+        ((RESULT, "lightning.pytorch.utilities", "detect_nan_parameters"), Cause(kind="checks")),
+        ((RESULT, "lightning.pytorch.callbacks.progress.tqdm", "f"), Cause(kind="prog_bar")),
+        ((RESULT, "lightning.pytorch.callbacks.early_stopping", "f"), Cause(kind="callback", name="Metric")),
+        ((RESULT, "torch.amp.grad_scaler", "step"), Cause(kind="scaler")),
+        (LOOP, None),
+        (USER, None),
+    ],
+    ids=["sync_dist", "logger", "number", "sigterm", "checks", "bar", "callback", "scaler", "loop", "user"],
+)
+def test_the_frameworks_own_reasons(frame: Frame, cause: Cause | None) -> None:
+    # The innermost frame gets the metric as its `self`.
+    found: list[Site] = []
+
+    def look() -> None:
+        found.append(find_site(sys._getframe(1)))
+
+    scope: dict[str, Any] = {"__name__": frame[1], "look": look}
+    exec(compile(f"def {frame[2]}(self):\n    name = None\n    look()", frame[0], "exec"), scope)
+    scope[frame[2]](Metric())
+    assert found[0].cause == cause
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"_every_n_train_steps": 50, "_every_n_epochs": 0}, "Saves(every_n_train_steps=50)"),
+        ({"_every_n_train_steps": 0, "_every_n_epochs": 1}, "Saves(every_n_epochs=1)"),
+        ({"_every_n_train_steps": None}, "Saves"),
+        ({"_every_n_epochs": "1"}, "Saves"),
+        ({}, "Saves"),
+    ],
+    ids=["steps", "epochs", "none", "text", "nothing"],
+)
+def test_a_callback_is_called_as_its_user_wrote_it(given: dict[str, Any], name: str) -> None:
+    callback = type("Saves", (), given)()
+    assert call_site._as_configured(callback) == name
+
+
+def test_the_expression_itself() -> None:
+    found = [find_site(sys._getframe()), None]
+    expected = "find_site(sys._getframe())"
+    if sys.version_info < (3, 11):
+        expected = f"found = [{expected}, None]"
+    assert found[0] is not None and found[0].text in (expected, "sys._getframe()") and found[0].users
+
+
+def test_the_name_under_which_a_tensor_is_logged() -> None:
+    loss, other = torch.ones(1), torch.ones(1)
+
+    def log_metrics(metrics: dict[str, torch.Tensor]) -> list[str | None]:
+        return [find_logged_name(sys._getframe(), tensor) for tensor in (other, loss, torch.ones(1))]
+
+    assert log_metrics({"loss_step": loss, "acc": other}) == ["acc", "loss_step", None]
+    assert find_logged_name(sys._getframe(), loss) is None
+
+
+def test_paths_are_short_and_tell_nothing_of_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call_site._short.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    assert call_site._short(str(tmp_path / "models" / "net.py")) == "models/net.py"
+    assert call_site._short("/home/somebody/deep/down/net.py") == "down/net.py"
+    assert call_site._short(f"{PACKAGES}/timm/models/vit.py") == "timm/models/vit.py"
+    call_site._short.cache_clear()
+
+
+def test_no_frames_at_all() -> None:
+    assert find_site(None) == Site(where="unknown", users=False)
+
+
+def test_a_script_run_by_its_name(tmp_path: Any) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import sys\nfrom fastloop.evidence.sync.call_site import find_site\n"
+        "sys.stdout.write(find_site(sys._getframe()).where)"
+    )
+    done = subprocess.run(
+        [sys.executable, "main.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.stdout == "main.py:3", done.stderr

@@ -1,0 +1,201 @@
+"""Reading Chrome traces: what is kept, what is dropped, and files that are no whole trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.errors import FastLoopError
+from fastloop.evidence.trace import chrome
+from fastloop.evidence.trace.chrome import load
+from tests.evidence.trace.made import ADD, GEMM, Recording
+
+
+def recorded() -> Recording:
+    made = Recording()
+    made.step(0, 0, 1000)
+    made.phase("forward", 10, 400)
+    made.host("cpu_op", "aten::mm", 10, 30, **{"External id": 5})
+    made.kernel(GEMM, 50, 100, launched=20)
+    made.kernel("Memcpy HtoD (Pinned -> Device)", 100, 150, launched=30, category="gpu_memcpy", stream=20)
+    made.sync(200, 300)
+    return made
+
+
+def written(path: Path, trace: Any, *, packed: bool = False) -> Path:
+    text = json.dumps(trace, indent=2).encode()
+    path.write_bytes(gzip.compress(text) if packed else text)
+    return path
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
+def test_a_file_reads_as_the_parsed_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, chunk: int
+) -> None:
+    monkeypatch.setattr(chrome, "_CHUNK", chunk)
+    trace = recorded().trace()
+    assert load(written(tmp_path / "t", trace, packed=packed)) == load(trace) == load(trace["traceEvents"])
+    assert load(written(tmp_path / "list", trace["traceEvents"], packed=packed)) == load(trace)
+
+
+def test_what_is_kept() -> None:
+    found = load(recorded().trace())
+    assert [(work.begin, work.end, work.copy, work.launched) for work in found.work] == [
+        (50, 100, False, 20),
+        (100, 150, True, 30),
+    ]
+    assert [work.stream for work in found.work] == [(0, 7), (0, 20)]
+    assert [row.name for row in found.ranges] == ["forward"] and [row.name for row in found.steps] == ["ProfilerStep#0"]
+    assert [(row.begin, row.end) for row in found.syncs] == [(200, 300)]
+    assert found.launches == [20, 30] and found.operators == []
+
+
+def test_a_launch_is_found_by_correlation_else_by_the_operator_else_not() -> None:
+    made = Recording()
+    made.host("cpu_op", "aten::mm", 10, 30, **{"External id": 5})
+    kernel = {"ph": "X", "cat": "kernel", "name": GEMM, "pid": 0, "tid": 7, "ts": 50.0, "dur": 5.0}
+    made.events += [
+        kernel | {"args": {"stream": 7, "External id": 5}},
+        kernel | {"args": {"stream": 7, "correlation": 99}},
+        kernel,
+    ]
+    assert [work.launched for work in load(made.trace()).work] == [10, None, None]
+
+
+def test_a_graph_is_launched_once() -> None:
+    made = Recording()
+    made.host("cuda_runtime", "cudaGraphLaunch", 5, 20, correlation=1)
+    for begin in (30, 40, 50):
+        made.events.append(
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": ADD,
+                "pid": 0,
+                "tid": 7,
+                "ts": begin,
+                "dur": 5,
+                "args": {"stream": 7, "correlation": 1, "graph node id": begin},
+            }
+        )
+    found = load(made.trace())
+    assert found.launches == [5] and [work.launched for work in found.work] == [5, 5, 5]
+
+
+def test_an_asynchronous_copy_that_returned_when_it_was_done_was_a_wait() -> None:
+    made = Recording()
+    made.kernel(
+        "Memcpy HtoD (Pageable -> Device)",
+        20,
+        80,
+        launched=10,
+        category="gpu_memcpy",
+        call="cudaMemcpyAsync",
+        call_lasts=75,
+    )
+    made.kernel("Memcpy HtoD (Pinned -> Device)", 120, 180, launched=110, category="gpu_memcpy", call="cudaMemcpyAsync")
+    assert [(row.begin, row.end) for row in load(made.trace()).syncs] == [(10, 85)]
+
+
+@pytest.mark.parametrize("name", ["aten::item", "aten::_local_scalar_dense"])
+def test_reading_a_number_is_a_wait(name: str) -> None:
+    made = Recording()
+    made.host("cpu_op", name, 5, 9)
+    assert [(row.begin, row.end) for row in load(made.trace()).syncs] == [(5, 9)]
+
+
+def test_odd_events_do_no_harm() -> None:
+    made = recorded()
+    odd: list[Any] = [
+        {},
+        3,
+        None,
+        {"ph": "X", "cat": "kernel", "name": "no time"},
+        {"ph": "X", "cat": 5, "ts": 1},
+        {"ph": "X", "cat": "cpu_op", "ts": "soon", "dur": 1},
+        {"ph": "X", "cat": "kernel", "ts": 1, "dur": -5, "name": 7, "args": None},
+    ]
+    found = load([*made.trace()["traceEvents"], *odd])
+    assert [work.end - work.begin for work in found.work] == [0, 50, 50]
+
+
+def damaged(kind: str, path: Path) -> Path:
+    whole = json.dumps(recorded().trace()).encode()
+    packed = gzip.compress(whole)
+    return_as = {
+        "cut gz": packed[: len(packed) // 2],
+        "gz that is none": b"\x1f\x8b" + b"nonsense" * 20,
+        "flipped gz": packed[:60] + bytes(byte ^ 0xFF for byte in packed[60:90]) + packed[90:],
+        "cut json": whole[: len(whole) // 2],
+        "empty": b"",
+        "other json": b'{"schema": 1}',
+        "text": b"hello",
+        "no events": b'{"traceEvents": []}',
+        "empty list": b"[]",
+        "event without end": b'{"traceEvents": [{"ph": "X", "cat": "kernel"',
+    }
+    path.write_bytes(return_as[kind])
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cut gz",
+        "gz that is none",
+        "flipped gz",
+        "cut json",
+        "empty",
+        "other json",
+        "text",
+        "no events",
+        "empty list",
+        "event without end",
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(FastLoopError) as raised:
+        load(damaged(kind, tmp_path / "trace.json.gz"))
+    assert "trace.json.gz" in raised.value.got and "--trace" in raised.value.do
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FastLoopError, match="FileNotFoundError"):
+        load(tmp_path / "none.json")
+
+
+def test_an_event_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chrome, "_LONGEST_EVENT", 1000)
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [{"name": oops' + " " * 3_000_000 + "}]}")
+    with pytest.raises(FastLoopError, match="does not end"):
+        load(path)
+
+
+def test_a_large_file_never_stands_in_memory(tmp_path: Path) -> None:
+    """Most of a trace of a GPU is what is dropped; parsed as a whole it takes many times its size."""
+    path, arguments = tmp_path / "trace.json.gz", {"a": 1, "b": [1, 2, 3]}
+    filler = json.dumps({"ph": "X", "cat": "python_function", "name": "f" * 50, "ts": 1.5, "args": arguments})
+    with gzip.open(path, "wt", compresslevel=1) as target:
+        target.write('{"traceEvents": [')
+        for _ in range(60_000):
+            target.write(filler + ",\n")
+        target.write(json.dumps(recorded().trace()["traceEvents"])[1:-1] + "]}")
+
+    def peak(read: Any) -> float:
+        tracemalloc.start()
+        try:
+            read()
+            return tracemalloc.get_traced_memory()[1] / 2**20
+        finally:
+            tracemalloc.stop()
+
+    assert peak(lambda: load(path)) < 8
+    assert peak(lambda: json.loads(gzip.decompress(path.read_bytes()))) > 16, "the file is too small to tell"
+    assert len(load(path).work) == 2

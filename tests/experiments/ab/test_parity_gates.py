@@ -1,0 +1,154 @@
+"""The gates of an experiment, from the files that runs left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.experiments.ab import parity_gates
+from fastloop.experiments.ab.arms import Ask
+from fastloop.experiments.trials.trial import Trial
+from fastloop.records.store import to_json
+from tests.experiments.made_arms import MadeArm
+
+
+def trial(folder: Path, number: int = 0, **settings: Any) -> Trial:
+    return MadeArm(**settings).run("x", folder / f"run-{number}", Ask())
+
+
+def rewrite(trial: Trial, name: str, content: Any) -> None:
+    (trial.run_dir / name).write_text(json.dumps(content))
+
+
+def test_the_weakest_class_of_the_plans_counts(tmp_path: Path) -> None:
+    exact, loose = trial(tmp_path / "a"), trial(tmp_path / "b", parity_class="approximate")
+    assert parity_gates.class_of([exact]) == "exact" and parity_gates.class_of([exact, loose]) == "approximate"
+    assert parity_gates.class_of([]) == "exact"
+
+
+def test_a_rung_took_if_it_took_in_every_run(tmp_path: Path) -> None:
+    runs = [trial(tmp_path, n, verdicts={"amp": True, "pin": n != 1}) for n in range(3)]
+    assert parity_gates.took(runs) == (("amp",), {"pin": "there is one device"})
+
+
+def test_the_ledger_is_compared_run_by_run_and_rank_by_rank(tmp_path: Path) -> None:
+    bases = [trial(tmp_path / "base", n) for n in range(2)]
+    arms = [trial(tmp_path / "arm", n) for n in range(2)]
+    pairs = list(zip(bases, arms, strict=True))
+    assert parity_gates.ledger(pairs, "exact").passed is True
+    assert parity_gates.ledger([(bases[0], arms[1])], "exact").passed is False, "another seed has other samples"
+    rank_1 = json.loads((bases[0].run_dir / "ledger.json").read_text()) | {"rank": 1}
+    rewrite(bases[0], "ledger-1.json", rank_1)
+    assert (
+        parity_gates.ledger(pairs, "exact").passed is None
+        and "ledger-1.json" in parity_gates.ledger(pairs, "exact").why
+    )
+    rank_1["steps"][4][0] = "other"
+    rewrite(arms[0], "ledger-1.json", rank_1)
+    assert parity_gates.ledger(pairs, "exact").passed is False
+
+
+def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:
+    base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
+    content = json.loads((base.run_dir / "ledger.json").read_text())
+    rewrite(base, "ledger.json", content | {"steps": [[ids, size, 4, lr] for ids, size, _, lr in content["steps"]]})
+    assert parity_gates.ledger([(base, arm)], "exact").passed is False, "three of four backwards are missing"
+    rewrite(arm, "plan.json", {"rungs": [{"rung": "batch", "status": "planned", "wants": {"loader.window": 4}}]})
+    assert (
+        parity_gates.regroups(arm)
+        and not parity_gates.regroups(base)
+        and parity_gates.ledger([(base, arm)], "exact").passed is True
+    )
+    rewrite(arm, "plan.json", {"rungs": [{"rung": "batch", "status": "skipped", "wants": {"loader.window": 4}}]})
+    assert not parity_gates.regroups(arm)
+
+
+ROWS = {
+    "workers": {"rung": "workers", "status": "planned", "parity_class": "approximate"},
+    "exact": {"rung": "workers", "status": "planned", "parity_class": "exact"},
+    "skipped": {"rung": "workers", "status": "skipped", "parity_class": "approximate"},
+    "amp": {"rung": "amp", "status": "planned", "parity_class": "approximate"},
+    "prefetch": {"rung": "prefetch", "status": "planned", "parity_class": "approximate"},
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "arm", "passes"),
+    [
+        ("", "workers", True),
+        ("workers", "", True),
+        ("", "prefetch", True),
+        ("prefetch", "prefetch workers", True),
+        ("amp", "amp workers", True),
+        ("", "", False),
+        ("workers", "workers", False),
+        ("", "exact", False),
+        ("", "skipped", False),
+        ("", "amp", False),
+        ("workers", "prefetch workers", False),
+    ],
+)
+def test_another_shuffle_passes_where_augmentations_moved(base: str, arm: str, passes: bool, tmp_path: Path) -> None:
+    runs = [trial(tmp_path / name) for name in ("base", "arm")]
+    for side, names, order in zip(runs, (base, arm), ("one", "another"), strict=True):
+        rewrite(side, "plan.json", {"rungs": [ROWS[name] for name in names.split()]})
+        content = json.loads((side.run_dir / "ledger.json").read_text())
+        for number, row in enumerate(content["steps"]):
+            row[0] = order if number >= 10 else row[0]
+        epochs = [[10, 640, True, "all", 0], [20, 640, True, "all", 0]]
+        rewrite(side, "ledger.json", content | {"epochs": epochs, "dataset": 640, "own_order": False})
+    gate = parity_gates.ledger([(runs[0], runs[1])], "exact")
+    assert gate.passed is passes and (gate.detail == {"step": 11, "differs": "samples"}) is not passes
+
+
+@pytest.mark.parametrize(("parity_class", "passed"), [("exact", False), ("approximate", None)])
+def test_other_content_of_an_approximate_arm_may_be_augmentation(
+    parity_class: Any, passed: Any, tmp_path: Path
+) -> None:
+    base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
+    for side, content in ((base, "this"), (arm, "that")):
+        ledger = json.loads((side.run_dir / "ledger.json").read_text()) | {"ids": "content"}
+        rewrite(side, "ledger.json", ledger | {"steps": [[content, *row[1:]] for row in ledger["steps"]]})
+    gate = parity_gates.ledger([(base, arm)], parity_class)
+    assert gate.passed is passed and ("augmentation" in gate.why) is (passed is None)
+    assert parity_gates.outcome([(base, arm)], None, parity_class).gates[0].passed is passed
+
+
+def test_the_gradient_of_the_base_serves_all_arms_and_is_not_taken_twice(tmp_path: Path) -> None:
+    base, good, bad = MadeArm(), MadeArm(name="good"), MadeArm(name="bad", wrong="gradient")
+    found = [
+        parity_gates.gradient(base, arm, tmp_path / "base", tmp_path / arm.name, "approximate") for arm in (good, bad)
+    ]
+    assert [gate.passed for gate in found] == [True, False]
+    assert len(base.calls) == 1 and good.calls[0][1].reference == (tmp_path / "base").absolute()
+    parity_gates.gradient(base, good, tmp_path / "base", tmp_path / "good", "approximate")
+    assert len(good.calls) == 1
+    parity_gates.sweep(tmp_path)
+    assert not list(tmp_path.rglob("*.pt"))
+    assert parity_gates.gradient(base, good, tmp_path / "base", tmp_path / "good", "approximate").passed is True
+    assert len(base.calls) == 1, "what both said is still there"
+    late = MadeArm(name="late")
+    parity_gates.gradient(base, late, tmp_path / "base", tmp_path / "late", "approximate")
+    assert len(base.calls) == 2, "a new arm needs the base's gradient itself"
+
+
+@pytest.mark.parametrize("who", ["base", "arm"])
+def test_a_gradient_that_cannot_be_taken_is_no_verdict(tmp_path: Path, who: str) -> None:
+    class Dies(MadeArm):
+        def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Trial:
+            return Trial(name=label, ok=False, cause="out of memory", seconds=1, run_dir=folder, code=1)
+
+    base, arm = (Dies(), MadeArm()) if who == "base" else (MadeArm(), Dies(name="arm"))
+    gate = parity_gates.gradient(base, arm, tmp_path / "a", tmp_path / "b", "exact")
+    assert gate.passed is None and f"the {who}'s gradient could not be taken: out of memory" in gate.why
+    runs = [trial(tmp_path / "base"), trial(tmp_path / "arm")]
+    assert to_json(parity_gates.outcome([(runs[0], runs[1])], gate, "exact"))["undecided"] == ["gradient"]
+
+
+def test_without_runs_there_is_no_outcome(tmp_path: Path) -> None:
+    assert parity_gates.outcome([], None, "exact").passed is None
+    told = to_json(parity_gates.outcome([(trial(tmp_path / "a"), trial(tmp_path / "b"))], None, "exact"))
+    assert told["class"] == "exact" and [gate["name"] for gate in told["gates"]] == ["ledger", "loss"]

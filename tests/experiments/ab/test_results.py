@@ -1,0 +1,173 @@
+"""What an experiment writes: rows of arms, causes of failures, what makes figures doubtful."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.experiments.ab import passports, results
+from fastloop.experiments.ab.experiment import Experiment, Settings, Side
+from fastloop.experiments.ab.sides import sides_of
+from fastloop.records.store import to_json
+from tests.experiments.made_arms import MadeArm
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def done(place: Path, *arms: MadeArm) -> Experiment:
+    sides = sides_of([MadeArm(), *arms], aa=True)
+    for side in sides:
+        side.folder = place / side.folder
+    made = Experiment(sides, place, Settings(steps=40, runs=3), lambda _: None)
+    made.run()
+    return made
+
+
+def amp(**settings: Any) -> MadeArm:
+    return MadeArm(
+        name="amp",
+        overrides=("rungs.amp.enabled=true",),
+        verdicts={"amp": True},
+        parity_class="approximate",
+        rate=lambda _: 120.0,
+        **settings,
+    )
+
+
+def test_one_rung_alone_gets_its_passport(tmp_path: Path) -> None:
+    content = results.write(done(tmp_path, amp()), "cifar10", partial=False)
+    (passport,) = passports.load("amp")
+    assert passport.parity_class == "approximate" and passport.passed is True and passport.runs == 3
+    assert {gate.name for gate in passport.gates} == {"ledger", "gradient", "loss"}
+    assert content.hardware.device_name == "a GPU" and content.hardware.torch == "2.11.0"
+    results.write(done(tmp_path, amp()), "cifar10", partial=False)
+    assert len(passports.load("amp")) == 1, "a resumed experiment says it again"
+    results.write(done(tmp_path / "half", amp()), "cifar10", partial=True)
+    assert len(passports.load("amp")) == 1, "what was stopped says nothing"
+    pair = MadeArm(
+        name="pair",
+        overrides=("rungs.pin.enabled=true,rungs.prefetch.enabled=true",),
+        verdicts={"pin": True, "prefetch": True},
+    )
+    results.write(done(tmp_path / "pair", pair), "cifar10", partial=False)
+    assert passports.load("pin") == () and passports.load("prefetch") == ()
+
+
+def test_the_top_copies_the_first_comparison(tmp_path: Path) -> None:
+    content = to_json(results.summarize(done(tmp_path, amp(), MadeArm(name="again")), "cifar10", partial=False))
+    first, second = content["comparisons"]
+    assert all(content[key] == first[key] for key in ("ratio", "ci95", "verdict", "parity"))
+    assert (first["verdict"], second["arm"]) == ("faster", "again") and second["parity"]["class"] == "exact"
+    assert sorted(content["order"]) == ["again"] * 3 + ["amp"] * 3 + ["base"] * 3
+    assert [arm["seeds"] for arm in content["arms"]] == [[0, 1, 2]] * 3
+    json.dumps(content, allow_nan=False)
+
+
+def measured(side: Side, number: int, **changes: Any) -> None:
+    """Let a run have measured something else."""
+    trial = side.runs[number]
+    assert trial.measurement is not None
+    side.runs[number] = replace(trial, measurement=replace(trial.measurement, **changes))
+
+
+def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(tmp_path: Path) -> None:
+    made = done(tmp_path, amp())
+    assert results.flags(made.sides) == []
+    measured(made.sides[1], 1, state=("the GPU's clocks were held back: hw_thermal 12 %",), window_too_short=True)
+    for number in (0, 1, 2):
+        measured(made.base, number, window_too_short=True)
+    assert results.flags(made.sides) == [
+        "base, runs 1-3: the window is too short for its queues",
+        "amp, run 2: the GPU's clocks were held back: hw_thermal 12 %",
+        "amp, run 2: the window is too short for its queues",
+    ]
+
+
+@pytest.mark.parametrize(("numbers", "said"), [([4], "4"), ([1, 2, 3], "1-3"), ([1, 3, 4, 7], "1, 3-4, 7")])
+def test_numbers_in_few_letters(numbers: list[int], said: str) -> None:
+    assert results.spans(numbers) == said
+
+
+def test_runs_of_several_environments_are_flagged_with_what_differs(tmp_path: Path) -> None:
+    made = done(tmp_path, amp(), MadeArm(name="two", overrides=("run.devices=2",)))
+    for number in made.sides[2].runs:  # by intention
+        measured(made.sides[2], number, world_size=2)
+    assert results.mixed(made.sides) == []
+    other = made.base.runs[2]
+    (other.run_dir / "env.json").write_text(json.dumps({"versions": {"torch": "2.10.0"}, "driver": None}))
+    measured(made.base, 2, device_name="another GPU")
+    assert results.mixed(made.sides) == [
+        "the runs come from different environments: device a GPU and another GPU, torch 2.11.0 and 2.10.0"
+    ]
+    measured(made.sides[2], 1, world_size=4)
+    (flag,) = to_json(results.summarize(made, "x", partial=False))["flags"]
+    assert "number of devices 2 and 4" in flag, "a wish for two is no wish for four"
+
+
+TORCHRUN = """\
+Failures:
+[1]:
+  time      : 2026-11-20_10:00:02
+  host      : node
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 41)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_10:00:01
+  host      : node
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 42)
+  traceback : Signal 9 (SIGKILL) received by PID 42
+"""
+LIGHTNING = """\
+    raise ValueError("no such label")
+[rank1]: ValueError: no such label
+[rank: 1] Child process with PID 77 terminated with code 1. Forcefully terminating all other processes to avoid zombies
+[rank: 0] Received SIGTERM: 15
+"""
+FIRST_RANK = """\
+[rank0]: Traceback (most recent call last):
+[rank0]: ValueError: no such label
+[rank: 2] Received SIGTERM: 15
+[rank: 2] Child process with PID 78 terminated with code -15. Forcefully terminating all other processes
+"""
+
+
+@pytest.mark.parametrize(
+    ("tail", "rank"),
+    [
+        ("[rank3]: Traceback\n[rank3]: boom", 3),
+        ("[rank1]: x\n[rank2]: y", None),
+        ("boom", None),
+        ("[rank: 7] x", 7),
+        (TORCHRUN, 3),
+        (LIGHTNING, 1),
+        (FIRST_RANK, 0),
+        ("[rank: 0] Received SIGTERM: 15", None),
+        ("[rank2]: Traceback (most recent call last):\n[rank2]: boom\n[rank0]: the store is gone", 2),
+        ("[rank1]: Traceback\n[rank0]: Traceback", None),
+        ("[rank: 1] Child process with PID 77 terminated with code -9. Forcefully terminating", 1),
+    ],
+    ids=[
+        "torch",
+        "two",
+        "none",
+        "Lightning",
+        "torchrun",
+        "a child raised",
+        "the first raised",
+        "only told to end",
+        "one traceback",
+        "two tracebacks",
+        "a child was killed",
+    ],
+)
+def test_the_rank_that_failed_is_named_where_there_is_one(tail: str, rank: int | None) -> None:
+    assert results.rank_in(tail) == rank

@@ -1,0 +1,79 @@
+"""The time a command may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastloop.experiments.climb.budget import GRACE_S, Budget, Spent
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_begins_that_cannot_end() -> None:
+    clock = Clock()
+    budget = Budget(60, clock)
+    budget.check("a run", 59)
+    with pytest.raises(Spent, match=r"a run \(about 61 s\)"):
+        budget.check("a run", 61)
+    clock.now += 60
+    with pytest.raises(Spent):
+        budget.check("anything", 0)
+    assert budget.spent_s() == 60 and not budget.over()
+    clock.now += GRACE_S + 1
+    assert budget.over() and budget.describe_left() == "0 s left"
+
+
+def test_a_reserve_is_for_what_comes_last() -> None:
+    budget = Budget(300, Clock())
+    budget.reserve_s = 100
+    budget.check("a run", 199)
+    with pytest.raises(Spent):
+        budget.check("a run", 201)
+    budget.check("the end", 299, last=True)
+    assert budget.describe_left() == "5 min left"
+
+
+@pytest.mark.parametrize(("reserve_s", "kept_s"), [(50, 50), (51, 0), (500, 0)])
+def test_what_does_not_fit_into_the_second_half_is_not_kept_for(reserve_s: float, kept_s: float) -> None:
+    budget = Budget(100, Clock())
+    budget.reserve_s = reserve_s
+    assert budget.kept_s == kept_s
+    budget.check("a run", 100 - kept_s)
+    with pytest.raises(Spent):
+        budget.check("a run", 101 - kept_s)
+
+
+@pytest.mark.parametrize(("before_s", "kept_s"), [(0, 0), (59, 0), (60, 80), (1000, 80)])
+def test_the_way_of_earlier_calls_counts(before_s: float, kept_s: float) -> None:
+    """A climb in calls of 100 s, of which a confirmation takes 80: the second call ends with it."""
+    budget = Budget(100, Clock(), before_s=before_s)
+    budget.reserve_s = 80
+    assert budget.kept_s == kept_s and budget.spent_s() == 0 and budget.left_s() == 100
+
+
+def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
+    """Found out at 80 s of 100 that the end takes 51: it cannot be had, so the 20 s are for the way."""
+    clock = Clock()
+    budget = Budget(110, clock)
+    budget.reserve_s = 51
+    clock.now += 90
+    assert budget.kept_s == 0
+    budget.check("a run", 20)
+    with pytest.raises(Spent):
+        budget.check("the end", 51, last=True)
+
+
+def test_the_end_may_use_the_grace() -> None:
+    clock = Clock()
+    budget = Budget(100, clock)
+    clock.now += 90
+    budget.check("the end", 10 + GRACE_S, last=True)
+    with pytest.raises(Spent):
+        budget.check("the end", 11 + GRACE_S, last=True)
+    clock.now += 30
+    budget.check("all of it is there already", 0.0, last=True)

@@ -1,0 +1,242 @@
+"""Which rung is tried next, and which never again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fastloop.experiments.climb.candidates import Candidate, Position, Start, choose
+from fastloop.records.card import Stack
+from fastloop.records.climb import Attempt, Costs
+from fastloop.records.experiment import Outcome
+
+GPU = Start(on_cuda=True, micro_batch=64, rank_batch=256)
+WAITS = Costs(now_ms=743, replayed_ms=130, resident_ms=120, loader_ms=700)
+COMPUTES = Costs(now_ms=1580, replayed_ms=1579, resident_ms=1578, loader_ms=5, mfu=0.04)
+
+
+def row(
+    key: str, ended: str, *, at: int = 0, predicted: float | None = 50.0, rung: str | None = None, **more: Any
+) -> Attempt:
+    rung = rung or key.partition("-")[0]
+    return Attempt(
+        rung=rung,
+        key=key,
+        ended=ended,
+        kept=ended == "kept",
+        at=at,
+        family="compute",
+        predicted_saved_ms=predicted,
+        patch={"rungs": {rung: {"enabled": True}}},
+        **more,
+    )
+
+
+def choice(costs: Costs, *rows: Attempt, start: Start = GPU, stack: Stack | None = None) -> Candidate | str:
+    return choose(Position(start=start, costs=costs, stack=stack or {}, rows=rows))
+
+
+def key(found: Candidate | str) -> str:
+    assert isinstance(found, Candidate), found
+    return found.key
+
+
+def test_a_number_that_came_along_with_another_rung_counts_as_chosen() -> None:
+    stack = {"workers": {"enabled": True, "count": 12}, "amp": {"enabled": True}}
+    binds = Costs(now_ms=100, replayed_ms=60, resident_ms=55, loader_ms=100, workers=12)
+    first = dataclasses.replace(row("workers", "kept"), tuned={"rungs.workers.count": 4})
+    alone = row("amp", "kept", at=1)
+    along = dataclasses.replace(alone, tuned={"rungs.workers.count": 12})
+    assert key(choice(binds, first, alone, stack=stack)) == "workers-count"
+    assert key(choice(binds, first, along, stack=stack)) != "workers-count", "it was chosen for this stack"
+
+
+# -- families ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_ceiling_comes_first() -> None:
+    assert key(choice(WAITS)) == "workers" and key(choice(COMPUTES)) == "amp"
+    exchange = COMPUTES.but(now_ms=100, replayed_ms=99, resident_ms=99, alone_ms=30, mfu=0.5)
+    assert key(choice(exchange)) == "overlap"
+
+
+def test_within_a_family_in_the_order_of_the_ladder() -> None:
+    tried = []
+    for _ in range(5):
+        tried.append(
+            key(
+                choice(
+                    COMPUTES,
+                    *(row(each, "crashed") for each in tried if each != "amp-tf32"),
+                    *(row(each, "small") for each in tried if each == "amp-tf32"),
+                )
+            )
+        )
+    assert tried == ["amp", "amp-tf32", "layout", "fused", "compile"]
+
+
+def test_what_the_user_has_switched_on_is_his() -> None:
+    start = Start(
+        on_cuda=True,
+        enabled=frozenset({"amp", "layout", "fused", "compile", "batch", "workers", "pin", "prefetch"}),
+        micro_batch=64,
+        rank_batch=256,
+    )
+    found = choice(COMPUTES, start=start)
+    assert (
+        isinstance(found, str)
+        and "nothing to gain: no remaining rung" in found
+        and "(upper bound: 96 %, compute)" in found
+    )
+
+
+def test_no_ceiling_nothing_to_gain() -> None:
+    peak = Costs(now_ms=100, replayed_ms=99, resident_ms=98.5, loader_ms=5, mfu=0.99)
+    assert choice(peak) == "nothing to gain: no ceiling is above 3 %"
+    found = choice(peak, row("amp", "kept"))
+    assert found == "no ceiling is above 3 %", "something was gained on the way"
+    faster = {"measured_saved_ms": 5.0, "parity": Outcome(passed=False)}
+    assert choice(peak, row("amp", "parity", **faster)) == "no ceiling is above 3 %", "something could be gained"
+
+
+# -- again or never ---------------------------------------------------------------------------------------------------
+
+
+def test_a_screen_without_an_answer_is_made_again_at_once_and_once() -> None:
+    assert key(choice(COMPUTES, row("amp", "odd"))) == "amp"
+    assert key(choice(COMPUTES, row("amp", "odd"), row("amp", "odd"))) == "layout"
+
+
+@pytest.mark.parametrize("ended", ["odd", "undecided"])
+def test_without_an_answer_nobody_knows_that_there_is_nothing_to_gain(ended: str) -> None:
+    peak = Costs(now_ms=100, replayed_ms=99, resident_ms=98.5, loader_ms=5, mfu=0.99)
+    assert choice(peak, row("amp", ended)) == "no ceiling is above 3 %"
+    assert choice(peak, row("amp", ended), row("amp", "not_faster")) == "nothing to gain: no ceiling is above 3 %"
+
+
+@pytest.mark.parametrize("ended", ["small", "not_faster", "undecided"])
+def test_what_was_not_faster_is_tried_once_more_on_a_higher_stack(ended: str) -> None:
+    first = row("amp", ended)
+    assert key(choice(COMPUTES, first)) == "layout"
+    higher = [first, row("layout", "kept")]
+    assert key(choice(COMPUTES, *higher)) == "amp"
+    assert key(choice(COMPUTES, *higher, row("amp", ended, at=1))) == "fused"
+    assert key(choice(COMPUTES, *higher, row("amp", ended, at=1), row("fused", "kept", at=1))) == "compile"
+
+
+@pytest.mark.parametrize("ended", ["crashed", "parity", "inactive", "class"])
+def test_what_broke_is_not_tried_again(ended: str) -> None:
+    tried = [row("amp", ended), row("amp-tf32", "crashed"), row("layout", "kept")]
+    assert key(choice(COMPUTES, *tried)) == "fused"
+
+
+@pytest.mark.parametrize(("predicted", "then"), [(-800.0, "fused"), (-700.0, "amp")])
+def test_what_would_cost_half_a_step_is_not_asked_again(predicted: float, then: str) -> None:
+    assert key(choice(COMPUTES, row("amp", "small", predicted=predicted), row("layout", "kept"))) == then
+
+
+def test_tf32_is_for_those_whom_bf16_breaks() -> None:
+    found = choice(COMPUTES, row("amp", "parity"))
+    assert isinstance(found, Candidate) and found.patches == ({"rungs": {"amp": {"enabled": True, "mode": "tf32"}}},)
+    assert key(choice(COMPUTES, row("amp", "not_faster"))) == "layout"
+
+
+# -- single rungs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_with_workers_keeps_its_number() -> None:
+    found = choice(WAITS.but(workers=4), start=Start(on_cuda=True, refused={"workers": "already has 4 workers"}))
+    assert isinstance(found, Candidate) and found.rung == "workers" and found.refused
+    assert "already has 4 workers" in found.refused
+
+
+def test_workers_are_counted_anew_once_more_is_asked_of_them() -> None:
+    loads = Costs(now_ms=90, replayed_ms=50, resident_ms=50, loader_ms=88, workers=8)
+    stack: Stack = {"workers": {"enabled": True}, "amp": {"enabled": True}}
+    copies = [row(each, "small", at=2, predicted=0.0) for each in ("pin", "prefetch")]
+    tried = [row("workers", "kept"), row("amp", "kept", at=1), *copies]
+    assert key(choice(loads, *tried, stack=stack)) == "workers-count"
+    eight = {**stack, "workers": {"enabled": True, "count": 8}}
+    assert key(choice(loads.but(loaders_ms=((8, 88.0), (16, 60.0))), *tried, stack=eight)) == "workers-count"
+    assert isinstance(choice(loads.but(loaders_ms=((4, 160.0), (8, 88.0))), *tried, stack=eight), str), "no more to ask"
+    counted = row("workers-count", "small", at=2)
+    assert isinstance(choice(loads, *tried, counted, stack=stack), str)
+    assert key(choice(loads, *tried, counted, row("layout", "kept", at=2), stack=stack)) == "workers-count"
+
+
+def test_workers_that_start_anew_each_epoch_may_persist() -> None:
+    gaps = Costs(now_ms=12, outside_ms=4, gap_ms=2, replayed_ms=5, resident_ms=5, loader_ms=8, workers=8)
+    found = choice(gaps, row("workers", "kept"), stack={"workers": {"enabled": True}})
+    assert key(found) == "workers-persistent"
+    assert isinstance(found, Candidate) and found.patches[0]["rungs"]["workers"]["persistent"] is True
+
+
+def test_what_the_start_shows_to_be_refused_says_so() -> None:
+    start = Start(micro_batch=64, rank_batch=256, refused={"pin": "needs CUDA"})
+    found = choice(WAITS, row("workers", "crashed"), start=start)
+    assert isinstance(found, Candidate) and found.rung == "pin" and found.refused == "needs CUDA"
+    found = choice(WAITS, row("workers", "crashed"), row("pin", "inactive"), start=start)
+    assert isinstance(found, Candidate) and found.rung == "prefetch" and found.refused is None
+
+
+@pytest.mark.parametrize(
+    ("micro", "whole", "sizes", "tunes"),
+    [(8, 64, [64, 32], "batch"), (64, 128, [128], None), (64, 192, [192], None), (64, 256, [256, 128], "batch")],
+)
+def test_micro_batches_never_change_the_batch(micro: int, whole: int, sizes: list[int], tunes: str | None) -> None:
+    tried = [row(each, "small") for each in ("amp", "layout", "fused", "compile")]
+    start = Start(on_cuda=True, micro_batch=micro, rank_batch=whole)
+    found = choice(COMPUTES, *tried, start=start)
+    assert isinstance(found, Candidate) and found.rung == "batch" and found.family == "fill" and not found.way.every
+    assert [patch["rungs"]["batch"]["micro_batch"] for patch in found.patches] == sizes and found.tunes == tunes
+
+
+def test_a_step_of_one_batch_is_filled_already() -> None:
+    tried = [row(each, "small", predicted=0.0) for each in ("amp", "layout", "fused", "compile")]
+    found = choice(COMPUTES, *tried, start=Start(on_cuda=True, micro_batch=128, rank_batch=128))
+    assert isinstance(found, Candidate) and found.refused and "one micro-batch already" in found.refused
+
+
+@pytest.mark.parametrize(
+    ("launch_bound", "rank_batch", "modes"),
+    [(True, 64, [None, "reduce-overhead"]), (True, 256, [None]), (False, 64, [None]), (None, 64, [None])],
+)
+def test_graphs_are_for_launch_bound_steps_of_one_backward(
+    launch_bound: bool | None, rank_batch: int, modes: list[str | None]
+) -> None:
+    tried = [row(each, "small") for each in ("amp", "layout", "fused")]
+    start = Start(on_cuda=True, micro_batch=64, rank_batch=rank_batch)
+    found = choice(COMPUTES.but(launch_bound=launch_bound), *tried, start=start)
+    assert isinstance(found, Candidate) and found.rung == "compile"
+    assert [patch["rungs"]["compile"].get("mode") for patch in found.patches] == modes
+
+
+@pytest.mark.parametrize(("allow", "hooks"), [((), ["bf16"]), (("changes-training",), ["bf16", "powersgd"])])
+def test_what_changes_the_training_is_tried_only_where_allowed(allow: tuple[str, ...], hooks: list[str]) -> None:
+    exchange = Costs(now_ms=100, replayed_ms=99, resident_ms=99, alone_ms=30, loader_ms=5, mfu=0.99)
+    start, tried = Start(on_cuda=True, devices=2, allow=frozenset(allow)), [row("overlap", "small")]
+    found = []
+    while isinstance(chosen := choice(exchange, *tried, start=start), Candidate):
+        found.append(chosen.patches[0]["rungs"]["overlap"]["comm_hook"])
+        tried.append(row(chosen.key, "small"))
+    assert found == hooks
+
+
+# -- together ---------------------------------------------------------------------------------------------------------
+
+
+def test_small_gains_are_tried_together_once() -> None:
+    tried = [row(each, "small", predicted=25.0) for each in ("amp", "layout", "fused", "compile", "batch")]
+    found = choice(COMPUTES, *tried)
+    assert isinstance(found, Candidate) and found.rung == "amp+layout+fused+compile+batch"
+    assert set(found.patches[0]["rungs"]) == {"amp", "layout", "fused", "compile", "batch"}
+    assert isinstance(choice(COMPUTES, *tried, row(found.key, "small", predicted=40.0, rung=found.rung)), str)
+
+
+def test_gains_too_small_even_together_are_left() -> None:
+    tried = [row(each, "small", predicted=8.0) for each in ("amp", "layout", "fused", "compile", "batch")]
+    assert isinstance(choice(COMPUTES, *tried), str), "40 of 1580 ms"
+    slower = [row(each, "small", predicted=-30.0) for each in ("amp", "layout", "fused", "compile", "batch")]
+    assert isinstance(choice(COMPUTES, *slower), str)

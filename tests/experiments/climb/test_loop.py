@@ -1,0 +1,485 @@
+"""Whole climbs on machines that are made up: where they come to, what they roll back, and what they never do again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastloop.experiments.climb.attempt import BaseFailed
+from fastloop.experiments.climb.budget import GRACE_S, Spent
+from fastloop.experiments.climb.candidates import make_patch
+from fastloop.experiments.climb.interface import Result
+from fastloop.experiments.climb.loop import BESIDE, Climb, pool_spreads
+from fastloop.records.card import Stack
+from fastloop.records.climb import TOP, Attempt, Rates
+from tests.experiments.simulated_runner import BATCH, START_S, Disturbed, Machine, SimulatedRunner, make_climb
+
+RUNGS = ("pin", "prefetch", "amp", "layout", "fused", "compile", "batch")
+RESNET = Machine()
+GPT = Machine(decode_ms=5, device_ms=1580, copy_ms=1, host_ms=100, factors={"amp": 0.4, "compile": 0.75, "batch": 0.9})
+CIFAR = Machine(decode_ms=22, device_ms=8, host_ms=8.5, copy_ms=0.5)
+COMPUTED = Machine(decode_ms=300, device_ms=200, factors={"amp": 0.5, "layout+amp": 0.7, "fused": 0.95, "compile": 0.9})
+
+
+def stacks() -> Iterator[Stack]:
+    """All that could be set by hand."""
+    for count in range(len(RUNGS) + 1):
+        for rungs in itertools.combinations(RUNGS, count):
+            for workers in (None, 8, 12):
+                stack = {rung: {"enabled": True} for rung in rungs}
+                yield stack if workers is None else {**stack, "workers": {"enabled": True, "count": workers}}
+
+
+def ended(climb: Climb, key: str) -> str:
+    return next(row.ended for row in reversed(climb.rows) if row.key == key)
+
+
+# -- where it comes to ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [RESNET, GPT, CIFAR, COMPUTED], ids=["resnet", "gpt", "cifar", "computed"])
+def test_it_climbs_to_the_best_stack_that_there_is(machine: Machine) -> None:
+    runner = SimulatedRunner(machine, best={"workers": 12, "batch": 256})
+    climb = make_climb(runner)
+    climb.climb()
+    best = min(machine.step_ms(stack, "as_it_is") for stack in stacks())
+    assert machine.step_ms(climb.stack, "as_it_is") <= 1.03 * best, climb.stack
+    assert climb.confirm() is not None and runner.confirmed == [climb.stack]
+
+
+def test_its_predictions_come_true() -> None:
+    errors = []
+    for machine in (RESNET, GPT, COMPUTED):
+        climb = make_climb(SimulatedRunner(machine, best={"workers": 12, "batch": 256}))
+        climb.climb()
+        errors += [row.prediction_error_pct for row in climb.rows if row.prediction_error_pct is not None]
+    assert len(errors) >= 7 and sorted(errors)[len(errors) // 2] <= 15, errors
+
+
+def test_each_step_tells_what_was_predicted_and_what_came_of_it() -> None:
+    climb = make_climb(SimulatedRunner(RESNET))
+    climb.climb()
+    kept = [row for row in climb.rows if row.kept]
+    assert [row.rung for row in kept][:2] == ["workers", "amp"], "the largest ceiling first"
+    assert all(row.predicted_saved_ms > 0 and row.measured_saved_ms > 0 for row in kept)
+    for before, after in itertools.pairwise(kept):
+        assert after.step_ms_before == pytest.approx(before.step_ms_after, rel=0.05)
+
+
+def test_a_rung_that_pays_only_on_top_of_others_is_tried_again() -> None:
+    machine = Machine(decode_ms=3, copy_ms=0, factors={"layout": 1.02, "layout+fused": 0.8, "fused": 0.8}, noise=0.001)
+    climb = make_climb(SimulatedRunner(machine))
+    climb.climb()
+    tries = [(row.ended, row.at) for row in climb.rows if row.key == "layout"]
+    assert tries == [("small", 0), ("kept", 1)] and {"layout", "fused"} <= set(climb.stack)
+
+
+def test_the_exchange_is_a_family_of_its_own() -> None:
+    machine = Machine(decode_ms=1, copy_ms=0, exchange_ms=60, factors={})
+    runner = SimulatedRunner(machine)
+    climb = make_climb(runner, devices=2)
+    climb.climb()
+    assert "00-naive/no_exchange" in runner.ran and ended(climb, "overlap") == "small", (
+        "it saves nothing on this machine"
+    )
+    alone = make_climb(SimulatedRunner(machine))
+    alone.climb()
+    assert all(row.rung != "overlap" for row in alone.rows)
+
+
+# -- what it does not keep --------------------------------------------------------------------------------------------
+
+
+def test_a_broken_gradient_is_rolled_back_and_the_climb_goes_on() -> None:
+    runner = SimulatedRunner(Machine(decode_ms=3, wrong=frozenset({"compile"})))
+    climb = make_climb(runner)
+    climb.climb()
+    assert ended(climb, "compile") == "parity" and "compile" not in climb.stack and "amp" in climb.stack
+    assert sum(row.key == "compile" for row in climb.rows) == 1, "and is not tried again"
+
+
+def test_a_bf16_that_breaks_is_followed_by_tf32() -> None:
+    class OnlyBf16(SimulatedRunner):
+        def check_parity(self, at: str, base: Stack, arm: Stack, *rest: Any, **more: Any) -> Any:
+            self.machine.wrong = frozenset({"amp"}) if arm["amp"].get("mode") is None else frozenset()
+            return super().check_parity(at, base, arm, *rest, **more)
+
+    climb = make_climb(OnlyBf16(Machine(decode_ms=3, factors={"amp": 0.5})))
+    climb.climb()
+    assert ended(climb, "amp") == "parity" and climb.stack["amp"] == {"enabled": True, "mode": "tf32"}
+
+
+def test_a_crash_is_rolled_back_with_its_cause() -> None:
+    climb = make_climb(SimulatedRunner(Machine(decode_ms=3, crashes={"compile": "killed by SIGSEGV"})))
+    climb.climb()
+    row = next(row for row in climb.rows if row.key == "compile")
+    assert row.ended == "crashed" and row.why == "killed by SIGSEGV" and "amp" in climb.stack
+
+
+def test_a_plan_that_says_no_is_said() -> None:
+    climb = make_climb(
+        SimulatedRunner(Machine(planned_off={"layout": "the model has no 2-D convolution"}, decode_ms=3))
+    )
+    climb.climb()
+    row = next(row for row in climb.rows if row.key == "layout")
+    assert row.ended == "inactive" and row.why == "the model has no 2-D convolution" and not row.kept
+
+
+def test_what_the_start_shows_to_be_refused_costs_nothing() -> None:
+    shows = {"layout": "the model has no 2-D convolution", "pin": "the loader already pins its memory"}
+    runner = SimulatedRunner(Machine(decode_ms=3, shows=shows))
+    climb = make_climb(runner)
+    climb.climb()
+    rows = {row.key: row for row in climb.rows if row.key in shows}
+    assert {key: row.why for key, row in rows.items()} == shows
+    assert all(row.ended == "inactive" and row.patch["rungs"] for row in rows.values())
+    assert not any("layout" in at or "pin" in at for at in runner.ran) and "amp" in climb.stack
+
+
+def test_what_changes_the_training_needs_leave() -> None:
+    machine = Machine(decode_ms=3, classes={"batch": "changes-training"})
+    climb = make_climb(SimulatedRunner(machine, best={"batch": 256}))
+    climb.climb()
+    assert ended(climb, "batch") == "class" and "batch" not in climb.stack
+    allowed = make_climb(SimulatedRunner(machine, best={"batch": 256}), allow=["changes-training"])
+    allowed.climb()
+    assert ended(allowed, "batch") == "kept" and "batch" in allowed.stack
+
+
+def test_a_tuned_start_has_nothing_to_gain() -> None:
+    machine = Machine(decode_ms=100, own_workers=8, copy_ms=0, device_ms=60, factors={"compile": 0.99, "batch": 1.1})
+    runner = SimulatedRunner(machine)
+    climb = make_climb(runner, enabled=["prefetch", "amp", "layout", "fused"])
+    why = climb.climb()
+    assert why.startswith("nothing to gain") and climb.stack == {} and climb.confirm() is None
+    assert {row.ended for row in climb.rows} <= {"small", "inactive"} and runner.confirmed == []
+    assert not any("screen" in at for at in runner.ran)
+
+
+def test_noise_alone_leads_nowhere() -> None:
+    """Nothing saves anything; what looked like a gain in one trial must not survive its screen."""
+    kept = 0
+    for number in range(20):
+        runner = _Seeded(Machine(decode_ms=3, copy_ms=0, factors={}, noise=0.02), str(number))
+        climb = make_climb(runner)
+        climb.climb()
+        kept += len(climb.stack)
+    assert kept <= 6, "of five rungs in each of 20 climbs"
+
+
+class _Seeded(SimulatedRunner):
+    def __init__(self, machine: Machine, name: str) -> None:
+        super().__init__(machine)
+        self.name = name
+
+    def _train(self, at: str, stack: Any, ask: Any) -> Result:
+        return super()._train(f"{self.name}/{at}", stack, ask)
+
+
+def test_a_screen_that_something_disturbed_is_made_again() -> None:
+    runner = Disturbed(Machine(decode_ms=3), {"01-amp/screen-2-arm": 15.0})
+    climb = make_climb(runner)
+    climb.climb()
+    assert [row.ended for row in climb.rows if row.key == "amp"] == ["odd", "kept"]
+    assert "compile" in climb.stack and (pool_spreads(climb.rows).sd or 1) < 0.02, (
+        "nor does it blind the screens after it"
+    )
+    always = make_climb(Disturbed(Machine(decode_ms=3), {"screen-2-arm": 15.0}))
+    why = always.climb()
+    assert [row.ended for row in always.rows if row.key == "amp"] == ["odd", "odd"], "once more, not for ever"
+    assert always.stack == {} and why.startswith("no remaining rung"), "which is not that there is nothing to gain"
+
+
+# -- trials that cannot be true ---------------------------------------------------------------------------------------
+
+PLAIN = Machine(decode_ms=120, noise=0.0)
+"""Steps of 160 ms by loading, 140 without, 130 without copies."""
+
+
+def test_a_ceiling_below_the_start_is_measured_again_with_the_start() -> None:
+    runner = Disturbed(PLAIN, {"00-naive/replayed": 1.5})
+    climb = make_climb(runner)
+    climb.climb()
+    assert runner.ran[2:5] == ["00-naive/replayed", "00-naive/as_it_is-again", "00-naive/replayed-again"]
+    assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 140) and "replayed" not in climb.notes
+    undisturbed = make_climb(SimulatedRunner(PLAIN))
+    undisturbed.climb()
+    assert not any("again" in at for at in undisturbed.runner.ran)  # type: ignore[attr-defined]
+    assert undisturbed.notes == {f"replayed{TOP}": BESIDE}, "the rest of the top is from its runs"
+    assert climb.stack == undisturbed.stack
+
+
+def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
+    runner = Disturbed(PLAIN, {"00-naive/replayed": 1.5, "00-naive/replayed-again": 1.4})
+    climb = make_climb(runner)
+    climb._begin()
+    climb._measure_missing()
+    assert climb.naive is not None and climb.costs is not None
+    assert climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
+    assert climb.costs.replayed_ms == pytest.approx(climb.costs.core_ms)
+    assert climb.notes["replayed"].startswith(
+        f"no ceiling: the trial without these costs was slower twice, {1e3 * BATCH / 140 / 1.4:.3g} samples/s"
+    )
+    assert climb.ceilings["resident"] == pytest.approx(1e3 * BATCH / 130) and "resident" not in climb.notes
+
+
+def test_with_workers_of_ones_own_the_rest_is_what_the_run_shows() -> None:
+    """Predictions have them beside, so what they are held against has them too; the ceiling is a trial all the same."""
+    machine = Machine(decode_ms=80, own_workers=8, copy_ms=0, crowding=1.3, noise=0.0)
+    climb = make_climb(SimulatedRunner(machine))
+    climb._begin()
+    climb._measure_missing()
+    assert climb.costs is not None and climb.costs.replayed_ms == pytest.approx(1.3 * 130)
+    assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 130)
+
+
+def test_a_confirmation_does_not_wait_for_queues_that_can_be_read() -> None:
+    climb = make_climb(SimulatedRunner(Machine(noise=0.0)))
+    climb._begin()
+    assert climb.costs is not None
+    lengths = []
+    for read in (True, False):
+        climb.costs = climb.costs.but(fill_read=read, workers=64)
+        climb.rows = [Attempt(rung="workers", kept=True, patch=make_patch("workers", count=64), key="workers")]
+        lengths.append(climb._choose_confirm_length())
+    assert lengths[0].warmup < lengths[1].warmup and lengths[0].window == lengths[1].window
+
+
+def test_a_ceiling_is_at_least_what_was_run() -> None:
+    runner = Disturbed(PLAIN, {"00-naive/replayed": 1.17})
+    climb = make_climb(runner)
+    climb._begin()
+    climb._measure_missing()
+    assert climb.naive is not None and climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
+    assert "00-naive/replayed-again" not in runner.ran and climb.notes == {}, "2 % are noise"
+
+
+def test_a_resident_batch_is_no_slower_than_a_replayed_one() -> None:
+    runner = Disturbed(PLAIN, {"resident": 1.15, "resident-again": 1.17})
+    climb = make_climb(runner)
+    climb._begin()
+    climb._measure_missing()
+    assert "00-naive/resident-again" in runner.ran and "00-naive/as_it_is-again" not in runner.ran, (
+        "it was below the start"
+    )
+    assert climb.ceilings["resident"] == pytest.approx(climb.ceilings["replayed"]) and set(climb.notes) == {"resident"}
+
+
+def test_a_machine_that_got_slower_is_compared_with_itself() -> None:
+    runner = Disturbed(dataclasses.replace(PLAIN, factors={"amp": 0.5}), {"pilot": 1.0, "as-it-is": 1.0, "": 1.5})
+    climb = make_climb(runner)
+    climb.climb()
+    assert climb.naive is not None and climb.naive.step_ms == pytest.approx(1.5 * 160)
+    assert set(climb.notes) == {"00-naive/as_it_is-again", f"replayed{TOP}"} and {"workers", "amp"} <= set(climb.stack)
+    assert all(rate > climb.naive.samples_per_s for rate in climb.ceilings.values() if rate)  # type: ignore[operator]
+    resumed = Climb(
+        SimulatedRunner(PLAIN, done=runner.done),
+        climb.start,
+        warmup=20,
+        rows=climb.rows,
+        notes=climb.notes,
+        ceilings=climb.ceilings,
+    )
+    resumed.climb()
+    assert resumed.naive == climb.naive and resumed.runner.ran == []  # type: ignore[attr-defined]
+
+
+# -- what stops it ----------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails_ends_it() -> None:
+    class Broken(SimulatedRunner):
+        def _train(self, at: str, stack: Any, ask: Any) -> Result:
+            return Result(ok=False, cause="no such file")
+
+    climb = make_climb(Broken(Machine()))
+    with pytest.raises(BaseFailed, match="no such file"):
+        climb.climb()
+    assert climb.rows == []
+
+
+def test_nothing_begins_that_the_budget_does_not_hold() -> None:
+    runner = SimulatedRunner(Machine()).with_budget(200)
+    climb = make_climb(runner)
+    with pytest.raises(Spent):
+        climb.climb()
+    assert runner.ran and runner.late == [] and runner.now < 200
+
+
+def test_once_there_is_something_to_confirm_time_is_kept_for_it() -> None:
+    runner = SimulatedRunner(Machine(noise=0.0), best={"batch": 256}).with_budget(640)
+    climb = make_climb(runner)
+    with pytest.raises(Spent):
+        climb.climb()
+    assert climb.stack and runner.budget.left_s() > 100
+    assert climb.confirm() is not None and runner.confirmed == [climb.stack]
+    assert runner.budget.left_s() >= -GRACE_S
+
+
+SLOW = Machine(decode_ms=5, device_ms=1580, copy_ms=1, host_ms=100, factors={"amp": 0.4, "compile": 0.75})
+"""To confirm anything of this one takes 7 minutes."""
+
+
+def test_a_confirmation_that_does_not_fit_is_not_begun_and_the_budget_is_for_rungs() -> None:
+    runner = SimulatedRunner(SLOW).with_budget(400)
+    climb = make_climb(runner)
+    with pytest.raises(Spent):
+        climb.climb()
+    assert climb.stack and runner.budget.left_s() < 60, "nothing was kept back for what cannot be had"
+    with pytest.raises(Spent, match=r"^the confirmation, about [4-8] min$"):
+        climb.confirm()
+    assert runner.confirmed == [] and not any("confirm" in at for at in runner.ran)
+
+
+def test_the_next_call_confirms_once_there_is_nothing_else_to_do() -> None:
+    done: dict[str, Result] = {}
+    rows: list[Any] = []
+    for _ in range(6):
+        runner = SimulatedRunner(SLOW, done=done).with_budget(530)
+        climb = make_climb(runner, rows=rows)
+        try:
+            climb.climb()
+            found = climb.confirm()
+            break
+        except Spent:
+            rows = climb.rows
+            with pytest.raises(Spent):
+                climb.confirm()
+    else:
+        pytest.fail("it never comes to a confirmation")
+    assert found is not None and runner.confirmed == [climb.stack] and runner.budget.left_s() >= -GRACE_S
+
+
+def test_what_has_finished_of_a_confirmation_is_not_waited_for_again() -> None:
+    runner = SimulatedRunner(SLOW)
+    climb = make_climb(runner)
+    climb.climb()
+    runner.with_budget(120)
+    with pytest.raises(Spent):
+        climb.confirm()
+    runner.confirm_done_s = 300.0
+    runner.budget = type(runner.budget)(120, lambda: runner.now)
+    assert climb.confirm() is not None
+
+
+# -- what it saves itself ---------------------------------------------------------------------------------------------
+
+
+def test_no_trial_for_copies_that_hardly_take_time() -> None:
+    runner = SimulatedRunner(SLOW)
+    climb = make_climb(runner)
+    climb.climb()
+    assert not any("resident" in at for at in runner.ran)
+    assert (
+        climb.ceilings["resident"] == climb.ceilings["replayed"]
+        and "as replayed: copies take 1 ms" in climb.notes["resident"]
+    )
+    shown = SimulatedRunner(RESNET)
+    make_climb(shown).climb()
+    assert "00-naive/resident" in shown.ran, "10 ms of 140 ms count"
+    untold = SimulatedRunner(dataclasses.replace(SLOW, tells_copies=False))
+    untold._train = _silent(untold)  # type: ignore[method-assign]
+    make_climb(untold).climb()
+    assert "00-naive/resident" in untold.ran, "what nobody could see is not nothing"
+
+
+def _silent(runner: SimulatedRunner) -> Any:
+    original = runner._train
+    return lambda *asked: dataclasses.replace(original(*asked), copies_ms=None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked"),
+    [(RESNET, False), (Machine(own_workers=4), True)],
+    ids=["its own thread loads", "workers load"],
+)
+def test_what_the_training_thread_loads_needs_no_trial(machine: Machine, asked: bool) -> None:
+    runner = SimulatedRunner(machine)
+    climb = make_climb(runner)
+    climb.climb()
+    assert ("00-naive/loader" in runner.ran) is asked
+
+
+def test_a_rung_on_slow_steps_costs_little_more_than_its_starts() -> None:
+    """As in the climbs this was learned from: a second for a naive step, and twelve for a start."""
+    runner = SimulatedRunner(Machine(decode_ms=835, device_ms=130, copy_ms=19))
+    climb = make_climb(runner)
+    climb.climb()
+    workers = {at: seconds for at, seconds in runner.seconds.items() if at.startswith("01-workers/")}
+    assert set(workers) == {
+        "01-workers/predict-1",
+        *(f"01-workers/screen-{each}" for each in ("1-base", "2-arm", "3-arm", "4-base")),
+    }
+    assert sum(workers.values()) < 5 * START_S + 2 * 20 + 2 * 6 + 20
+
+
+def test_workers_and_computing_that_wait_for_each_other_are_raised_together() -> None:
+    climb = make_climb(SimulatedRunner(COMPUTED, best={"batch": 256}))
+    climb.climb()
+    taken = [row.rung for row in climb.rows if row.kept and "rungs.workers.count" in (row.tuned or {})]
+    assert taken[0] == "workers" and len(taken) > 1 and "workers" not in taken[1:]
+    assert all("screen" not in at for at in climb.runner.ran if "workers-count" in at)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("budget_s", [70, 150, 400])
+def test_resumed_it_repeats_nothing_and_comes_to_the_same_top(budget_s: float) -> None:
+    whole = make_climb(SimulatedRunner(Machine(), best={"workers": 12, "batch": 256}))
+    why = whole.climb()
+    done: dict[str, Result] = {}
+    ran: list[str] = []
+    rows: list[Any] = []
+    for _ in range(60):
+        runner = SimulatedRunner(Machine(), done=done, best={"workers": 12, "batch": 256}).with_budget(budget_s)
+        climb = make_climb(runner, rows=rows)
+        try:
+            assert climb.climb() == why
+            break
+        except Spent:
+            rows = climb.rows
+        finally:
+            ran += runner.ran
+    else:
+        pytest.fail("it gets nowhere")
+    assert climb.stack == whole.stack and [row.key for row in climb.rows] == [row.key for row in whole.rows]
+    assert len(ran) == len(set(ran)), "what finished was found again"
+
+
+def test_killed_anywhere_it_goes_on_where_it_stood() -> None:
+    whole_lab = SimulatedRunner(Machine(), best={"workers": 12})
+    whole = make_climb(whole_lab)
+    whole.climb()
+    trained = [at for at in whole_lab.ran if "tune" not in at and "gradient" not in at]
+    for killed_at in trained[1::3]:
+        done: dict[str, Result] = {}
+
+        def kill(at: str, deadly: str = killed_at) -> None:
+            if at == deadly:
+                raise KeyboardInterrupt
+
+        first = SimulatedRunner(Machine(), done=done, best={"workers": 12}, before=kill)
+        climb = make_climb(first)
+        with pytest.raises(KeyboardInterrupt):
+            climb.climb()
+        second = SimulatedRunner(Machine(), done=done, best={"workers": 12})
+        again = make_climb(second, rows=climb.rows)
+        again.climb()
+        assert again.stack == whole.stack and not set(first.ran) & set(second.ran), killed_at
+
+
+# -- the spread -------------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_is_gathered_from_all_screens() -> None:
+    rows = [
+        Attempt(rates=Rates(base=(100.0, 101.0), arm=(110.0, 112.0))),
+        Attempt(rates=Rates(base=(), arm=())),
+        Attempt(rates=Rates(base=(100.0, 99.0), arm=(50.0,))),
+        Attempt(rates=Rates(base=(110.0, 108.0), arm=(120.0, 121.0))),
+    ]
+    found = pool_spreads(rows)
+    assert found.dof == 2 and found.sd is not None and 0.001 < found.sd < 0.02
+    assert pool_spreads([]).sd is None

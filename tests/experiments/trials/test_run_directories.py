@@ -1,0 +1,115 @@
+"""Run directories: made for a run, never somebody else's, and given back when nothing came of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from fastloop.errors import ConfigError
+from fastloop.experiments.trials import run_directories
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_default_place(here: Path) -> None:
+    place = run_directories.claim("gpt2", None)
+    assert re.fullmatch(r"fastloop-runs/gpt2/\d{8}T\d{6}Z", str(place.path)) and below(place.path) == []
+    assert place.made == (place.path, place.path.parent, place.path.parent.parent)
+
+
+def test_runs_of_the_same_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directories, "_utc", lambda: "20261120T093000Z")
+    names = [run_directories.claim("gpt2", None).path.name for _ in range(3)]
+    assert names == ["20261120T093000Z", "20261120T093000Z-2", "20261120T093000Z-3"]
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", "/etc", "~root", "läuft schon", "a b", "x" * 300, "", "-rf", "a\nb"])
+def test_a_name_leads_nowhere_else(name: str, here: Path) -> None:
+    path = run_directories.claim(name, None).path.resolve()
+    assert path.parent.parent == here / "fastloop-runs" and re.fullmatch(r"[\w.-]{1,80}", path.parent.name)
+
+
+def test_a_directory_of_ones_own(here: Path) -> None:
+    path = Path("a/b c/ünï")
+    assert run_directories.claim("x", str(path)) == run_directories.Place(path, (path, Path("a/b c"), Path("a")))
+    assert run_directories.claim("x", str(path)) == run_directories.Place(path, ()), "an empty one may be there already"
+
+
+def test_one_that_is_not_empty_needs_force(here: Path) -> None:
+    (here / "a").mkdir()
+    (here / "a" / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="--out a") as caught:
+        run_directories.claim("x", "a")
+    assert caught.value.do == "choose another directory, or add --force to write into this one"
+    assert run_directories.claim("x", "a", force=True).made == ()
+    assert below(here) == ["a", "a/notes"]
+
+
+def test_the_tilde_is_ones_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here / "home"))
+    assert run_directories.claim("x", "~/run").path == here / "home" / "run"
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "x" * 300, "a/" + "x" * 300])
+def test_a_place_that_cannot_be(out: str, here: Path) -> None:
+    (here / "file").write_text("")
+    with pytest.raises(ConfigError, match="it cannot be written") as caught:
+        run_directories.claim("x", out)
+    assert caught.value.got == f"run directory {out}" and caught.value.exit_code == 2
+    assert below(here) in (["file"], ["a", "file"])
+
+
+def test_a_read_only_place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuses)
+        with pytest.raises(ConfigError, match="it cannot be written: Permission denied"):
+            run_directories.claim("x", None)
+    monkeypatch.setattr(Path, "touch", refuses)  # it can be made, but nothing in it
+    with pytest.raises(ConfigError, match="it cannot be written: Permission denied"):
+        run_directories.claim("x", "a/b")
+    assert below(here) == [], "what had been made was not taken away"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_of_somebody_elses(here: Path) -> None:
+    (here / "theirs").mkdir(mode=0o555)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        run_directories.claim("x", "theirs/a")
+
+
+def test_giving_back_takes_away_only_what_was_made_and_is_empty(here: Path) -> None:
+    (here / "kept").mkdir()
+    first, second = run_directories.claim("x", "kept/a/b"), run_directories.claim("x", "kept/a/c")
+    first.give_back()
+    assert below(here) == ["kept", "kept/a", "kept/a/c"]
+    (second.path / "report.md").write_text("")
+    second.give_back()
+    assert below(here) == ["kept", "kept/a", "kept/a/c", "kept/a/c/report.md"]
+    (here / "empty").mkdir()
+    run_directories.claim("x", "empty").give_back()
+    run_directories.Place(Path("nowhere")).give_back()
+    assert (here / "empty").is_dir(), "an empty directory of the user's is the user's"
+
+
+def test_ranks_that_write_nothing_make_nothing(here: Path) -> None:
+    assert run_directories.unclaimed("gpt2", "a/b") == Path("a/b")
+    assert run_directories.unclaimed("gp t2", None).parent == Path("fastloop-runs/gp-t2")
+    assert below(here) == []
+
+
+def test_what_was_stopped_says_how_to_go_on() -> None:
+    assert run_directories.describe_partial(Path("a")).endswith("partial results are in a; continue with --resume a")

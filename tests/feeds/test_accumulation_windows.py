@@ -1,0 +1,161 @@
+"""The window sampler, and the arithmetic of what counts batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from fastloop.feeds.accumulation_windows import (
+    WindowSampler,
+    batches_between_validations,
+    count_used_batches,
+    explain_no_merge,
+    list_changed_counts,
+)
+from fastloop.records.facts import Facts, LoaderFacts
+
+
+def batches(samples: int = 20, size: int = 8) -> BatchSampler:
+    return BatchSampler(SequentialSampler(range(samples)), size, drop_last=False)
+
+
+def test_windows_hold_the_same_indices_in_the_same_order() -> None:
+    sampler = WindowSampler(batches(), 2)
+    assert list(sampler) == [[*range(16)], [*range(16, 20)]] and len(sampler) == 2
+    assert list(sampler.sizes) == [(8, 8), (4,)]
+
+
+def test_sizes_belong_to_the_epoch_that_is_drawn() -> None:
+    sampler = WindowSampler(batches(), 2)
+    first = iter(sampler)
+    next(first)
+    assert list(sampler) and list(sampler.sizes) == [(8, 8), (4,)]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 3), (1, 1), (2, 1), (3, 2), (5, 3), (99, 3)])
+def test_limit_counts_the_loaders_own_batches(limit: int | None, expected: int) -> None:
+    sampler = WindowSampler(batches(40), 2, limit)
+    assert len(sampler) == len(list(sampler)) == expected
+    assert sum(len(window) for window in sampler) == min(40, 8 * (99 if limit is None else limit))
+
+
+def test_reads_go_to_the_users_sampler() -> None:
+    inner = batches()
+    sampler = WindowSampler(inner, 2)
+    assert sampler.sampler is inner.sampler and sampler.batch_size == 8 and not hasattr(sampler, "set_epoch")
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 10), (4, 4), (99, 10), (1.0, 10), (0.25, 2), (0.05, 0)])
+def test_used_batches(limit: Any, expected: int) -> None:
+    assert count_used_batches(10, limit) == expected
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(4, 4), (1.0, 10), (0.5, 5), (0.01, 1)])
+def test_batches_between_validations(interval: Any, expected: int) -> None:
+    assert batches_between_validations(10, interval) == expected
+
+
+DENSE, RAGGED = 12, 10
+MOVED = "is not a multiple of accumulate_grad_batches=4: validation would move; write a multiple"
+
+
+@pytest.mark.parametrize(
+    ("batches", "facts", "reason"),
+    [
+        (DENSE, {}, None),
+        (RAGGED, {}, None),
+        (DENSE, {"val_check_interval": None}, None),
+        (DENSE, {"val_check_interval": 8}, None),
+        (DENSE, {"val_check_interval": 4}, None),
+        (DENSE, {"val_check_interval": 6}, f"val_check_interval=6 {MOVED}"),
+        (DENSE, {"val_check_interval": 0.5}, f"val_check_interval=0.5 (6 batches) {MOVED}"),
+        (DENSE, {"val_check_interval": 0.34}, None),  # 4 batches
+        (RAGGED, {"val_check_interval": 10}, None),  # the end of an epoch
+        (RAGGED, {"val_check_interval": 8}, None),
+        (
+            RAGGED,
+            {"val_check_interval": 4},
+            "val_check_interval=4: the short last window of an epoch (2 of 4 batches)"
+            " would count as a whole one and be validated",
+        ),
+        (DENSE, {"val_check_interval": 4, "val_every_n_epochs": None}, None),
+        (RAGGED, {"val_check_interval": 10, "val_every_n_epochs": None}, None),
+        (
+            RAGGED,
+            {"val_check_interval": 8, "val_every_n_epochs": None},
+            "val_check_interval=8 counts across epochs (check_val_every_n_epoch=None), and an epoch's 10 batches are no"
+            " multiple of accumulate_grad_batches=4: validation would move",
+        ),
+        (
+            DENSE,
+            {"limit_train_batches": 10, "val_check_interval": 4},
+            "val_check_interval=4: the short last window of an epoch (2 of 4 batches) would count as a whole one and be"
+            " validated",
+        ),
+        (
+            3,
+            {},
+            "an epoch has 3 batches, fewer than the 4 of one window: accumulation is already cut short;"
+            " lower accumulate_grad_batches",
+        ),
+        (
+            DENSE,
+            {"limit_train_batches": 0.2},
+            "an epoch has 2 batches, fewer than the 4 of one window: accumulation is"
+            " already cut short; lower accumulate_grad_batches",
+        ),
+        (
+            0,
+            {},
+            "an epoch has 0 batches, fewer than the 4 of one window: accumulation is already cut short;"
+            " lower accumulate_grad_batches",
+        ),
+    ],
+)
+def test_when_windows_cannot_be_merged(batches: int, facts: dict[str, Any], reason: str | None) -> None:
+    loader = LoaderFacts(kind="DataLoader", batch_size=8, batches=batches)
+    assert explain_no_merge(Facts(accumulate=4, loader=loader, **facts), loader) == reason
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (
+            {"is_dataloader": False},
+            "K hands out ready batches, so an accumulation window cannot be merged;"
+            " a micro_batch smaller than the batch can still be split",
+        ),
+        (
+            {"map_style": False},
+            "K hands out ready batches, so an accumulation window cannot be merged;"
+            " a micro_batch smaller than the batch can still be split",
+        ),
+        (
+            {"auto_collates": False},
+            "K hands out ready batches, so an accumulation window cannot be merged;"
+            " a micro_batch smaller than the batch can still be split",
+        ),
+        ({"stateful": True}, "K keeps its own position for resuming, which merging would shift"),
+        ({"batches": None}, "K does not say how many batches an epoch has, so its last window is unknown"),
+    ],
+)
+def test_which_loaders_cannot_be_merged(loader: dict[str, Any], reason: str) -> None:
+    record = LoaderFacts(**{"kind": "K", "batches": 12, **loader})
+    assert explain_no_merge(Facts(accumulate=4, loader=record), record) == reason
+
+
+def test_what_counts_steps_is_named() -> None:
+    loader = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True)
+    notes = list_changed_counts(Facts(accumulate=4, val_check_interval=8, limit_train_batches=0.5), loader)
+    assert notes == [
+        "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
+        "val_check_interval 8 batches = 2 steps",
+        "limit_train_batches 0.5 still means the loader's own batches",
+        "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
+        " steps, and each has the samples it had",
+        "your collate_fn gets the samples of 4 batches at once: it pads to the longest of them",
+    ]
+    quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))
+    assert len(quiet) == 2 and "0.34" in list_changed_counts(Facts(val_check_interval=0.34), loader)[1]

@@ -1,0 +1,281 @@
+"""The gradient and the loss gate, what gates say together, and the passport."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from fastloop.judge import parity
+from fastloop.judge.parity import loss_gate, make_passport, outcome
+from fastloop.records.experiment import Gate, Hardware
+from fastloop.records.store import decode, to_json
+from fastloop.records.trial import GradientAnswer
+
+BASE: dict[str, Any] = {
+    "precision": "fp32",
+    "self_deviation": 0.0,
+    "random_deviation": 0.0,
+    "finite": True,
+    "rounding": {"fp32": 1e-7, "tf32": 1e-4, "bf16": 1e-3},
+}
+WORST = [{"name": "head.weight", "deviation": 0.5, "share": 0.9}]
+
+
+def arm(deviation: float | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "precision": "fp32",
+        "deviation": deviation,
+        "kept": 1.0,
+        "finite": True,
+        "lost": [],
+        "astray": [],
+        "worst": WORST,
+        **changes,
+    }
+
+
+def gradient_gate(base: dict[str, Any], own: dict[str, Any], *more: Any, **settings: Any) -> Gate:
+    """The gate, on what two answer.json hold."""
+    answers = [decode(each, GradientAnswer) for each in (base, own)]
+    return parity.gradient_gate(*answers, *more, **settings)  # type: ignore[arg-type]
+
+
+# -- gradient ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "within", "above"),
+    [("fp32", 9e-6, 2e-5), ("tf32", 4e-3, 6e-3), ("fp16", 9e-3, 2e-2), ("bf16", 4e-2, 6e-2), ("fp64", 9e-11, 2e-10)],
+)
+def test_the_coarser_precision_of_both_sets_the_limit(precision: str, within: float, above: float) -> None:
+    for base, own in ((BASE, {"precision": precision}), ({**BASE, "precision": precision}, {})):
+        if precision == "fp64":
+            base, own = {**base, "precision": "fp64"}, {"precision": "fp64"}
+        assert gradient_gate(base, arm(within, **own)).passed
+        gate = gradient_gate(base, arm(above, **own))
+        assert gate.passed is False and gate.limit == parity.TAU[precision] and gate.deviation == above
+        assert "most of it in head.weight" in gate.why and precision in gate.why
+
+
+def test_a_precision_that_is_asked_for_may_be_coarser_still() -> None:
+    assert gradient_gate(BASE, arm(1e-2)).passed is False
+    assert gradient_gate(BASE, arm(1e-2), precision="bf16").passed
+    assert gradient_gate({**BASE, "precision": "?"}, arm(1e-6, precision=None)).limit == 1e-5
+
+
+def test_a_gradient_that_rounding_scatters_has_a_wider_limit_but_not_any() -> None:
+    rough = {**BASE, "rounding": {"fp32": 4e-3, "tf32": 0.1, "bf16": 0.3}}
+    assert gradient_gate(rough, arm(0.01)).passed and gradient_gate(rough, arm(0.03)).passed is False
+    gate = gradient_gate(rough, arm(0.27, precision="bf16"))
+    assert gate.passed and gate.limit == 0.9 and gate.visible == 0.3 and "rounding to bf16" in gate.why
+    assert gradient_gate(rough, arm(1.4, precision="bf16")).passed is False
+    fp16 = gradient_gate(rough, arm(0.27, precision="fp16"))
+    assert fp16.passed and fp16.limit == 0.5
+    quarter = gradient_gate(rough, arm(0.75, precision="bf16", kept=0.25))
+    assert quarter.passed is False and "0.25 times as large" in quarter.why
+    fourfold = gradient_gate(rough, arm(0.8, precision="bf16", kept=1.8))
+    assert fourfold.passed is False
+    astray = gradient_gate(rough, arm(0.3, precision="bf16", astray=["a", "b", "c", "d"]))
+    assert astray.passed is False and "a, b, c and 1 more" in astray.why
+
+
+def test_a_layer_without_its_gradient_fails_however_small() -> None:
+    gate = gradient_gate(BASE, arm(1e-9, lost=["bias"]))
+    assert gate.passed is False and gate.why.startswith("bias got no gradient")
+
+
+def test_an_exact_arm_has_the_same_bits_where_the_base_has() -> None:
+    assert gradient_gate(BASE, arm(0.0), "exact").why == "the gradient is bit-identical"
+    gate = gradient_gate(BASE, arm(1e-9), "exact")
+    assert gate.passed is False and gate.limit == 0 and "promises bit-identical results" in gate.why
+    for noise in (1e-8, None):
+        gate = gradient_gate({**BASE, "self_deviation": noise}, arm(1e-9), "exact")
+        assert gate.passed is None and gate.why.startswith("not testable here") and gate.detail["testable"] is False
+    assert gradient_gate({**BASE, "self_deviation": 1e-8}, arm(0.75), "exact").passed is False, "noise is no excuse"
+    assert gradient_gate({**BASE, "self_deviation": 1e-8}, arm(0.0), "exact").passed
+    assert gradient_gate(BASE, arm(1e-9, self_deviation=1e-9), "exact").passed is False
+
+
+def test_what_the_base_does_by_itself_is_no_fault_of_the_arm() -> None:
+    noisy, dice = {**BASE, "self_deviation": 1e-4}, {**BASE, "random_deviation": 0.4}
+    gate = gradient_gate(noisy, arm(5e-4))
+    assert gate.passed is None and "from one time to the next" in gate.why and gate.visible == 1e-4
+    assert gradient_gate(noisy, arm(0.75)).passed is False
+    assert gradient_gate(BASE, arm(5e-4, self_deviation=1e-4)).passed is False, "an arm is no excuse for itself"
+    gate = gradient_gate(dice, arm(0.5))
+    assert gate.passed is None and "random numbers" in gate.why
+    assert gradient_gate(dice, arm(1e-6)).passed and gradient_gate(dice, arm(1.3)).passed is False
+
+
+def test_clipping_that_differs_is_said() -> None:
+    clips = {"clips": "by norm to 1"}
+    assert "clip" not in gradient_gate({**BASE, **clips}, arm(0.0, **clips)).why
+    gate = gradient_gate(BASE, arm(0.0, **clips), "exact")
+    assert gate.passed and gate.detail["note"] == "the base does not clip, the arm clips gradients by norm to 1"
+    assert gate.why.endswith("by norm to 1: where clipping takes effect in a later step, training differs")
+    assert gradient_gate(BASE, arm(0.9, **clips)).why.endswith("the arm clips gradients by norm to 1")
+
+
+def test_numbers_that_are_none() -> None:
+    for own in (arm(None, finite=False), arm(None), arm(math.nan, finite=False)):
+        gate = gradient_gate(BASE, own)
+        assert gate.passed is False and gate.why == "the arm's gradient is not finite" and gate.deviation is None
+    assert gradient_gate({**BASE, "finite": False}, arm(None, finite=False)).passed is None
+    for base, own in (({**BASE, "why": "no samples"}, arm(0.0)), (BASE, arm(None, why="no samples"))):
+        gate = gradient_gate(base, own)
+        assert gate.passed is None and gate.why == "not testable here: no samples"
+    assert gradient_gate({}, {}).passed is False
+
+
+# -- loss -------------------------------------------------------------------------------------------------------------
+
+
+def curves(
+    runs: int, shift: float = 0.0, spread: float = 0.01, noise: float = 0.001, seed: int = 0
+) -> list[list[float]]:
+    """Losses around 2.0 at the end; runs of one number share their seed's luck."""
+    own, luck = random.Random(f"{shift} {seed}"), random.Random(7)
+    found = []
+    for _ in range(runs):
+        level = 2.0 + shift + luck.gauss(0, spread) + own.gauss(0, noise)
+        found.append([level + 5 * 0.9**step for step in range(80)] + [level] * 20)
+    return found
+
+
+def test_a_loss_inside_the_band_passes_and_the_smallest_visible_gap_is_said() -> None:
+    gate = loss_gate(curves(5), curves(5, seed=1))
+    assert gate.passed and gate.limit is not None and gate.visible is not None and gate.deviation is not None
+    assert gate.limit == pytest.approx(0.5, rel=0.05), "half a percent of the loss is more than half the spread here"
+    assert gate.deviation < gate.limit < gate.visible < 2 * gate.limit
+
+
+def test_a_loss_outside_fails_either_way() -> None:
+    for shift in (0.03, -0.03):
+        gate = loss_gate(curves(5), curves(5, shift))
+        assert gate.passed is False and gate.deviation == pytest.approx(50 * shift, rel=0.1), "with its sign"
+
+
+def test_a_wide_interval_tells_nothing() -> None:
+    gate = loss_gate(curves(3, noise=0.02), curves(3, 0.01, noise=0.02, seed=5))
+    assert gate.passed is None and "too few runs" in gate.why and "testable" not in gate.detail
+
+
+def test_seeds_that_spread_widen_the_band() -> None:
+    assert loss_gate(curves(5), curves(5, 0.02)).passed is False
+    gate = loss_gate(curves(5, spread=0.2), curves(5, 0.02, spread=0.2))
+    assert gate.passed and gate.limit is not None and gate.limit > 2
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_fewer_than_three_runs_are_too_few_to_pass_or_fail(runs: int) -> None:
+    for shift in (0.0, 1.0):
+        gate = loss_gate(curves(runs), curves(runs, shift, seed=1))
+        assert gate.passed is None and "takes 3" in gate.why and f"{runs} run" in gate.why
+
+
+def test_bits() -> None:
+    base, arm = curves(3), curves(3, seed=1)
+    assert loss_gate(base, curves(3), "exact", bitwise=True).why == "the losses are bit-identical"
+    assert loss_gate(base[:1], curves(1)).passed, "of one run as well"
+    gate = loss_gate(base, arm, "exact", bitwise=True)
+    assert gate.passed is False and gate.detail == {"step": 1}
+    late = [*base[:2], [*base[2][:99], math.nextafter(base[2][99], 9)]]
+    assert loss_gate(base, late, "exact", bitwise=True).detail == {"step": 100}
+    assert loss_gate(base, arm, "exact").passed, "where kernels add up in any order, close is all one can ask"
+    assert loss_gate(base, arm, "approximate", bitwise=True).passed
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_fails_unless_the_base_has_it_too(bad: float | None) -> None:
+    broken: Any = curves(3)
+    broken[1][41] = bad
+    gate = loss_gate(curves(3), broken)
+    assert gate.passed is False and gate.detail == {"step": 42} and "step 42 of run 2" in gate.why
+    gate = loss_gate(broken, broken)
+    assert gate.passed is None and "base's own" in gate.why
+
+
+def test_no_loss_at_all() -> None:
+    for base, own in (([], []), ([[]], [[]]), ([[1.0]], [[]])):
+        gate = loss_gate(base, own)
+        assert gate.passed is None and gate.detail["testable"] is False
+
+
+def test_a_loss_of_zero_has_no_percent() -> None:
+    gate = loss_gate([[0.0] * 5] * 3, [[1.0] * 5] * 3)
+    assert gate.passed is False and gate.deviation is None
+
+
+def test_how_often_three_gates_cry_wolf() -> None:
+    """A true gap of zero, many times: an interval of 90 % is outside the band by chance, and then only just."""
+    failed = [
+        gate
+        for seed in range(200)
+        if (gate := loss_gate(curves(5, noise=0.01, seed=2 * seed), curves(5, noise=0.01, seed=2 * seed + 1))).passed
+        is False
+    ]
+    assert len(failed) <= 10
+
+
+# -- together ---------------------------------------------------------------------------------------------------------
+
+
+def gate(name: str, passed: bool | None, **changes: Any) -> Gate:
+    return Gate(name=name, passed=passed, why=f"about {name}", **changes)
+
+
+BLIND: Any = {"detail": {"testable": False}}
+
+
+@pytest.mark.parametrize(
+    ("gates", "passed", "why"),
+    [
+        ([gate("ledger", True), gate("gradient", True), gate("loss", True)], True, "ledger, gradient, loss held"),
+        ([gate("ledger", True), gate("gradient", True)], True, "ledger, gradient held"),
+        ([gate("ledger", True), gate("gradient", False), gate("loss", None)], False, "gradient: about gradient"),
+        ([gate("ledger", False), gate("gradient", False)], False, "ledger: about ledger; gradient: about gradient"),
+        ([gate("ledger", True), gate("gradient", True), gate("loss", None)], None, "loss: about loss"),
+        (
+            [gate("ledger", None, **BLIND), gate("gradient", True), gate("loss", True)],
+            True,
+            "gradient, loss held; ledger: about ledger",
+        ),
+        (
+            [gate("ledger", None, **BLIND), gate("gradient", None, **BLIND), gate("loss", True)],
+            None,
+            "ledger: about ledger; gradient: about gradient",
+        ),
+        ([gate("ledger", None, **BLIND), gate("gradient", True), gate("loss", None)], None, "loss: about loss"),
+        ([], None, "no gate was taken"),
+    ],
+    ids=["all", "two of two", "one fails", "two fail", "too few runs", "blind to one", "one left", "both", "none"],
+)
+def test_what_gates_say_together(gates: list[Gate], passed: bool | None, why: str) -> None:
+    found = outcome("approximate", gates)
+    assert (found.passed, found.why, found.gates) == (passed, why, tuple(gates))
+
+
+def test_a_changed_training_claims_nothing() -> None:
+    found = outcome("changes-training", [gate("loss", False)])
+    assert found.passed is None and found.why == "claims no parity: it changes the training"
+
+
+def test_the_passport_says_where_and_how_well() -> None:
+    gates = [
+        gate("ledger", True),
+        gate("gradient", True, deviation=0.002, limit=0.05, visible=0.004, detail={"precision": "bf16"}),
+        gate("loss", True, deviation=0.1, limit=0.5, visible=0.6),
+    ]
+    issued = to_json(make_passport("amp", outcome("approximate", gates), Hardware(device_name="a GPU", torch="2.11")))
+    assert (issued["rung"], issued["class"], issued["passed"]) == ("amp", "approximate", True)
+    assert (issued["gradient_deviation"], issued["gradient_visible"]) == (0.002, 0.004)
+    assert (issued["loss_deviation_pct"], issued["loss_visible_pct"], issued["precision"]) == (0.1, 0.6, "bf16")
+    assert issued["environment"]["device_name"] == "a GPU" and [row["name"] for row in issued["gates"]] == [
+        "ledger",
+        "gradient",
+        "loss",
+    ]
+    assert make_passport("pin", outcome("exact", []), Hardware()).gradient_deviation is None

@@ -1,0 +1,223 @@
+"""The pictures: what is drawn, where, and that none of them can break a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from fastloop.records.measurement import PARTS, Measurement
+from fastloop.report.drawing.bars import Chart
+from fastloop.report.drawing.document import Document, Picture
+from fastloop.report.drawing.html import to_html
+from fastloop.report.run import figures
+from fastloop.report.run.summary import STYLES
+from tests.report import samples
+from tests.report.run.test_html import Page
+
+nan = math.nan
+
+
+def shown(seen: Measurement) -> dict[str, str]:
+    """Markup of the curves by name; fails where one could not be drawn."""
+    curves = {name: picture for name, picture in figures.draw(seen).items() if isinstance(picture, Picture)}
+    assert [picture.why_not for picture in curves.values() if picture.why_not] == []
+    return {name: picture.markup for name, picture in curves.items()}
+
+
+def bars(seen: Measurement, name: str) -> Chart:
+    chart = figures.draw(seen)[name]
+    assert isinstance(chart, Chart)
+    return chart
+
+
+def draw_alone(chart: Chart) -> str:
+    """The page of nothing but this chart."""
+    return to_html(Document(kind="x", verdict="x", tone="good", lede="x", lines=(), pictures=(chart,)))
+
+
+def texts(markup: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", markup)
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        ("resnet50", {"step", "gpu", "loss"}),
+        ("cpu", {"step", "loss"}),
+        ("gpt2", {"step", "gpu", "loss", "kernels"}),
+        ("empty", set()),
+        ("straggler", {"step", "gpu", "loss", "ranks"}),
+    ],
+)
+def test_there_is_a_picture_of_what_was_measured(run: str, names: set[str]) -> None:
+    assert set(figures.draw(samples.RUNS[run]().seen)) == names
+    assert set(shown(samples.RUNS[run]().seen)) == names & {"gpu", "loss"}
+
+
+def test_every_part_has_a_colour_of_its_own() -> None:
+    assert set(STYLES) == set(PARTS) and len({style.colour for style in STYLES.values()}) == len(PARTS)
+
+
+def test_the_step_is_drawn_to_scale_with_the_host_beside_it() -> None:
+    chart = bars(samples.resnet50().seen, "step")
+    device, host = chart.rows
+    assert (device.name, host.name, chart.high) == ("GPU", "host", 197.5)
+    assert device.bars[0][:3] == (0, 169.6, STYLES["data_wait"].colour) and host.bars[0].end == 169.8
+    assert (device.bars[0].label, device.bars[0].share, host.bars[0].label) == ("waiting for data", "86 %", "")
+    assert chart.size(device.bars[0]) == pytest.approx(100 * 169.6 / 197.5, abs=0.01)
+    assert all(one.end == other.start for one, other in pairwise(device.bars))
+    legend = {entry.label: (entry.value, entry.share) for entry in chart.legend}
+    assert legend["waiting for data"] == ("170 ms", "85.9 %") and legend["copy to the device"][0] == "3.9 ms"
+    assert "validation" not in legend, "what took no time needs no place in the picture"
+    assert chart.ticks == (0, 50, 100, 150) and chart.unit == " ms"
+
+
+def test_on_the_cpu_there_is_one_clock_and_what_is_not_split_is_hatched() -> None:
+    chart = bars(samples.cpu().seen, "step")
+    assert [row.name for row in chart.rows] == ["CPU"]
+    assert [bar.style for bar in chart.rows[0].bars].count("hatched") == 1 and chart.rows[0].bars[-1].end == chart.high
+    assert chart.legend[-1].label == "not split further" and chart.legend[-1].kind == "hatched"
+    known = bars(samples.resnet50().seen, "step")
+    assert "hatched" not in [bar.style for row in known.rows for bar in row.bars]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"forward": -1.0, "backward": 2.0},
+        {"forward": nan, "backward": 3.0},
+        {"backward": 0.001},
+        {"backward": 1e9},
+        dict.fromkeys(PARTS, 1.0),
+    ],
+    ids=["negative", "nan", "tiny", "huge", "all"],
+)
+def test_odd_parts_are_drawn(parts: dict[str, Any]) -> None:
+    seen = dataclasses.replace(samples.resnet50().seen, parts_ms=parts, step_ms={"mean": 2.0})
+    chart = bars(seen, "step")
+    assert "backward" in [bar.label for bar in chart.rows[0].bars] and len(chart.ticks) < 8
+    places = [place for row in chart.rows for bar in row.bars for place in (chart.place(bar.start), chart.size(bar))]
+    assert all(0 <= place <= 100 for place in places) and "backward" in Page(draw_alone(chart)).said
+
+
+def test_what_adding_up_leaves_over_is_no_part_of_the_picture() -> None:
+    seen = dataclasses.replace(samples.cpu().seen, parts_ms={"forward": 223.0, "unexplained": -2.8e-14})
+    chart = bars(seen, "step")
+    assert [entry.label for entry in chart.legend] == ["forward"]
+    assert chart.alt_text == "A step of 223.0 ms: forward 223 ms."
+    chart = bars(dataclasses.replace(seen, parts_ms={"forward": 220.0, "unexplained": 3.0}), "step")
+    assert chart.legend[1][2:] == ("unexplained", "3 ms", "1.3 %")
+
+
+@pytest.mark.parametrize("step", [{}, {"mean": 0.0}, {"mean": nan}, {"mean": math.inf}])
+def test_without_a_step_there_is_no_bar(step: dict[str, Any]) -> None:
+    assert "step" not in figures.draw(dataclasses.replace(samples.resnet50().seen, step_ms=step))
+
+
+def test_unreadable_seconds_are_gaps() -> None:
+    whole = tuple({"t_s": float(second), "sm_active_pct": 50.0 + second} for second in range(9))
+    holed = (*whole[:4], {"t_s": 4.0, "sm_active_pct": None}, *whole[5:])
+    lines = [
+        re.search(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: #2f6fb5', shown(Measurement(timeline=rows))["gpu"])
+        for rows in (whole, holed)
+    ]
+    assert [line[1].count("M") for line in lines if line] == [1, 2]
+
+
+def test_watts_alone_and_one_second_alone_are_drawn() -> None:
+    alone = shown(Measurement(timeline=({"t_s": 0.0, "watts": 90.0},)))["gpu"]
+    assert "watts" in texts(alone) and "% of the time" not in texts(alone) and "<use" in alone
+    assert "gpu" not in shown(Measurement(timeline=({"t_s": 0.0, "watts": None, "sm_active_pct": nan},)))
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 10_000])
+def test_losses_are_thinned_to_a_thousand(count: int) -> None:
+    points = figures.thin_out([float(step) for step in range(count)])
+    assert len(points) <= 1000 and points[0] == (0, 0.0) and points[-1][0] >= count * 0.99 - 1
+    assert [at for at, value in points if at != value] == []
+
+
+def test_a_point_that_stands_for_a_lost_one_is_a_gap() -> None:
+    losses = [1.0] * 10_000
+    losses[5003] = math.inf
+    assert [at for at, value in figures.thin_out(losses) if math.isnan(value)] == [5000]
+    assert figures.thin_out([1.0, nan, 2.0])[::2] == [(0, 1.0), (2, 2.0)]
+
+
+def test_lost_losses_are_marked() -> None:
+    marked = shown(Measurement(loss=(1.0, nan, 2.0, 3.0, math.inf)))["loss"]
+    assert "| not finite (2 of 5 points)" in texts(marked)
+    assert "not finite" not in shown(Measurement(loss=(1.0, 2.0)))["loss"]
+    assert "not finite" in shown(Measurement(loss=(nan, nan)))["loss"]
+
+
+@pytest.mark.parametrize("losses", [(1e308, -1e308), (1e-320, 2e-320), (2.0, 2.0)])
+def test_losses_of_any_size_cannot_break_the_report(losses: tuple[float, ...]) -> None:
+    made = figures.draw(Measurement(loss=losses))["loss"]
+    assert isinstance(made, Picture) and (made.markup or made.why_not)
+
+
+def test_one_loss_is_no_curve() -> None:
+    assert "loss" not in shown(Measurement(loss=(5.0,))) and "loss" in shown(Measurement(loss=(5.0, 4.0)))
+
+
+def test_the_curve_begins_at_the_top_unless_something_stands_above_it() -> None:
+    tops = []
+    for losses in ((1.0, 2.0), (1.0, nan)):
+        figure = figures.draw_loss(Measurement(loss=losses))
+        (axes,) = figure.axes
+        tops.append((axes.get_position().y1, bool(axes.get_title(loc="left"))))
+    assert [titled for _, titled in tops] == [False, True]
+    assert 0.97 < tops[0][0] < 1 and tops[1][0] < 0.93
+
+
+def test_kernels_and_idle_time_share_a_scale() -> None:
+    chart = bars(samples.gpt2().seen, "kernels")
+    names = [row.name for row in chart.rows]
+    idle = names.index("the device is idle for")
+    assert names[:2] == ["the device works on", "gemm"] and len(chart.rows) - idle - 1 == 3, "0 ms is no row"
+    gemm, attention = chart.rows[1:3]
+    assert (gemm.value, gemm.detail) == ("1,102 ms", "69.7 %") and chart.size(gemm.bars[0]) == 100
+    assert chart.size(attention.bars[0]) == pytest.approx(100 * 211 / 1102, abs=0.01)
+    assert len({row.bars[0].colour for row in chart.rows[1:idle]} | {chart.rows[-1].bars[0].colour}) == 2
+
+
+def test_a_rank_is_a_bar() -> None:
+    chart = bars(samples.straggler().seen, "ranks")
+    assert [row.name for row in chart.rows] == ["0 node-a", "1 node-b"] and chart.rows[1].value == "115.1 ms"
+    (waited,) = [bar for bar in chart.rows[0].bars if bar.colour == STYLES["comm_exposed"].colour]
+    assert chart.size(waited) == pytest.approx(100 * 52 / 115, abs=0.1)
+    assert "exchange, exposed" in [entry.label for entry in chart.legend]
+
+
+def test_ranks_of_older_files_have_one_number_for_their_step() -> None:
+    ranks = tuple({"rank": rank, "step_ms": 100.0 + rank, "parts_ms": {"forward": 50.0}} for rank in (0, 1))
+    assert [row.value for row in bars(Measurement(ranks=ranks), "ranks").rows] == ["100.0 ms", "101.0 ms"]
+
+
+def test_of_many_ranks_the_slowest_and_the_quickest_are_drawn() -> None:
+    ranks = tuple(
+        {"rank": rank, "host": "n", "step_ms": 100.0 + rank, "parts_ms": {"forward": 50.0 + rank}} for rank in range(64)
+    )
+    chart = bars(Measurement(ranks=ranks), "ranks")
+    assert [row.name for row in chart.rows] == [f"{rank} n" for rank in (*range(63, 55, -1), *range(7, -1, -1))]
+    assert chart.note == "16 of 64 ranks: the slowest and the quickest"
+
+
+def test_a_picture_that_fails_says_why_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(seen: Measurement) -> None:
+        raise ValueError("too steep")
+
+    monkeypatch.setattr(figures, "draw_loss", fails)
+    made = figures.draw(samples.resnet50().seen)
+    assert made["loss"] == Picture(why_not="ValueError: too steep")
+    assert isinstance(made["gpu"], Picture) and made["gpu"].markup
+
+
+def test_the_step_in_words() -> None:
+    assert bars(samples.cpu().seen, "step").alt_text == "A step of 223.0 ms: waiting for data 52.8 ms."

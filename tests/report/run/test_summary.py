@@ -1,0 +1,374 @@
+"""The lines a person reads first: at most twelve, every reason in them, no word of a speed-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from fastloop.ladder import Ladder
+from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.plan import Change, Finding, Plan, Step, Verdict
+from fastloop.records.yaml_text import dump_on_one_line
+from fastloop.report.run import summary
+from tests.report import samples
+
+BOAST = re.compile(r"speed[- ]?ups?|faster|speeds? up|\d\s*(x|times) (as fast|the speed)|\bgain", re.IGNORECASE)
+"""What only a comparison of several runs may say."""
+WAITS = Finding(
+    bottleneck="data_wait",
+    share_pct=82.0,
+    why="the device had nothing to do for 8 of 10 ms",
+    patch={"rungs": {"workers": {"enabled": True, "count": 3}}},
+    ceiling_gain_pct=400.0,
+    title="STARVED BY DATA",
+)
+SEEN = Measurement(
+    steps=40,
+    total_steps=60,
+    warmup_steps=20,
+    samples_per_s=1234.56,
+    window_too_short=False,
+    step_ms={"mean": 10.04, "median": 10.0, "p10": 9.0, "p90": 12.0},
+    parts_ms={"data_wait": 8.2},
+    lead_ms=3.14,
+    watch_us_per_step=3.4,
+    device="cuda",
+    world_size=2,
+    loss=(2.0, 1.0),
+)
+
+
+def planned(*rungs: str, parity: Any = "approximate") -> Plan:
+    return Plan(steps=tuple(Step(rung=rung, status="planned", change=Change(parity=parity)) for rung in rungs))
+
+
+def test_the_whole() -> None:
+    verdicts = [
+        Verdict(rung="workers", took=True, why="4 live workers"),
+        Verdict(rung="amp", took=True, why="bf16"),
+        Verdict(rung="pin", took=False, why="needs CUDA"),
+        Verdict(rung="fused", took=None, why="not seen"),
+    ]
+    lines = summary.lines(SEEN, planned("workers", "amp"), verdicts, [WAITS], report="runs/x/report.md")
+    assert lines == [
+        "fastloop STARVED BY DATA   2x cuda   steps 20-60",
+        "  the device had nothing to do for 8 of 10 ms",
+        "step 10.0 ms |WWWWWWWWWWWWWWWWWW....| Wait 8.2  ...not split 1.84",
+        "1,235 samples/s   lead 3.1 ms   GPU fed 18 %   watching cost 3.4 us a step",
+        "if data were free: at most 6,173 samples/s (an estimate)",
+        "TOOK     [approximate] workers (4 live workers); amp (bf16)",
+        "INACTIVE pin: needs CUDA",
+        "UNKNOWN  fused: not seen",
+        "FIX      rungs.workers {enabled: true, count: 3}",
+        "REPORT   runs/x/report.md",
+    ]
+
+
+@pytest.mark.parametrize("parity", ["exact", "approximate", "changes-training"])
+def test_what_took_is_under_the_plans_parity_class(parity: str) -> None:
+    verdicts = [Verdict(rung="amp", took=True, why="x")]
+    (line,) = [line for line in summary.lines(SEEN, planned("amp", parity=parity), verdicts, []) if "TOOK" in line]
+    assert line == f"TOOK     [{parity}] amp (x)"
+    assert not [line for line in summary.lines(SEEN, planned("amp"), [], []) if "TOOK" in line]
+
+
+def test_what_was_not_measured_is_na_and_never_0() -> None:
+    lines = summary.lines(Measurement(total_steps=3), Plan(), [], [])
+    assert lines == [
+        "fastloop NOT MEASURED   1x cpu   3 steps, none of them measured",
+        "step n/a",
+        "n/a samples/s   watching cost n/a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "unit", "text"),
+    [
+        (None, ",.1f", "ms", "n/a"),
+        (0.0, ",.1f", "ms", "0.0 ms"),
+        (1234.5, ",.1f", "", "1,234.5"),
+        (7, ",d", "", "7"),
+        (float("nan"), ",.1f", "ms", "n/a"),
+        (float("inf"), ",.1f", "samples/s", "n/a"),
+    ],
+)
+def test_numbers(value: Any, form: str, unit: str, text: str) -> None:
+    assert summary.number(value, form, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"partial": True}, "PARTIAL: the fit did not end normally"),
+        ({"window_too_short": True}, "window too short for its queues"),
+        ({"window_too_short": True, "steps": 1}, "window too short: 1 step"),
+        ({"window_too_short": True, "steps": 9}, "window too short: 9 steps"),
+    ],
+)
+def test_flags(change: dict[str, Any], flag: str) -> None:
+    first = summary.lines(dataclasses.replace(SEEN, **change), Plan(), [], [WAITS])[0]
+    assert first.endswith(f"   {flag}")
+    assert flag not in summary.lines(SEEN, Plan(), [], [WAITS])[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"first_step": 21}, "steps 21-61"),
+        ({"first_step": None}, "steps 20-60"),
+        ({"first_step": 21, "total_steps": 5000}, "steps 21-61"),
+        ({"steps": 0, "total_steps": 1}, "1 step, none of them measured"),
+        ({"steps": 0, "total_steps": 0}, "0 steps, none of them measured"),
+        ({"steps": 0, "total_steps": None}, "steps n/a: nothing watched them"),
+    ],
+)
+def test_the_steps_measured_are_those_of_the_window_and_not_the_last_ones(change: dict[str, Any], said: str) -> None:
+    assert summary.describe_window(dataclasses.replace(SEEN, **change)) == said
+
+
+@pytest.mark.parametrize(
+    ("mean", "text"),
+    [
+        (0.6012, "step 0.601 ms"),
+        (1.0, "step 1.0 ms"),
+        (489.64, "step 489.6 ms"),
+        (0.0, "step 0.0 ms"),
+        (None, "step n/a"),
+    ],
+)
+def test_a_short_step_has_more_digits(mean: float | None, text: str) -> None:
+    seen = dataclasses.replace(SEEN, step_ms={"mean": mean}, parts_ms={})
+    assert text in summary.lines(seen, Plan(), [], [])
+
+
+def test_a_rounding_error_is_no_part_of_the_step() -> None:
+    parts = {"data_wait": 6.0, "forward": 4.0, "unexplained": 1e-15}
+    seen = dataclasses.replace(SEEN, step_ms={"mean": 10.0}, parts_ms=parts)
+    assert summary.lines(seen, Plan(), [], [])[1].endswith("| Wait 6  fwd 4")
+
+
+@pytest.mark.parametrize(("device", "free"), [("cpu", "the loop itself"), ("cuda", "launches")])
+def test_nothing_is_launched_on_the_cpu(device: str, free: str) -> None:
+    finding = dataclasses.replace(WAITS, bottleneck="launch_bound")
+    line = summary.describe_first_ceiling(dataclasses.replace(SEEN, device=device), [finding])
+    assert line.startswith(f"if {free} were free: at most")
+
+
+@pytest.mark.parametrize("inactive", range(12))
+@pytest.mark.parametrize("unknown", [0, 1, 7])
+@pytest.mark.parametrize("report", [None, "r.md"])
+def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int, report: str | None) -> None:
+    verdicts = [
+        Verdict(rung=f"rung{number}", took=took, why=f"reason {number}.")
+        for number, took in enumerate([False] * inactive + [None] * unknown + [True] * 2)
+    ]
+    findings = [dataclasses.replace(WAITS, patch={"rungs": {f"fix{number}": {"enabled": True}}}) for number in range(4)]
+    lines = summary.lines(SEEN, planned("rung0"), verdicts, findings, report)
+    assert len(lines) <= 12
+    text = "\n".join(lines)
+    for verdict in verdicts:
+        kind = {True: "TOOK", False: "INACTIVE", None: "UNKNOWN"}[verdict.took]
+        line = next(line for line in lines if verdict.rung in re.findall(r"\w+", line))
+        assert line.startswith(kind) and verdict.why in line
+    assert [f"fix{number}" for number in range(4) if f"rungs.fix{number} {{enabled: true}}" not in text] == []
+    assert report is None or lines[-1] == f"REPORT   {report}"
+    if inactive + unknown <= 1:
+        assert text.count("\nINACTIVE") == inactive and text.count("\nUNKNOWN") == unknown, "joined without need"
+
+
+def test_all_kinds_of_lines_together_are_twelve() -> None:
+    seen, findings, verdicts, plan, name = samples.gpt2()
+    verdicts = tuple(Verdict(rung=f"{took}", took=took, why="x") for took in (True, False, None))
+    seen = dataclasses.replace(seen, partial=True, state=("hot",), tokens_per_s=1.0)
+    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, ("a",), ("b",))
+    assert len(lines) <= 12 and [line.split()[0] for line in lines[-8:]] == [
+        "TOOK",
+        "INACTIVE",
+        "UNKNOWN",
+        "SYNC",
+        "NOTE",
+        "FIX",
+        "THEN",
+        "REPORT",
+    ]
+
+
+def test_ranks_say_what_ended_them() -> None:
+    seen, findings, verdicts, plan, name = samples.died()
+    first = summary.lines(seen, plan, verdicts, findings, None, name)[0]
+    assert first.endswith("PARTIAL: the fit did not end normally (rank 0: RuntimeError, rank 1: ValueError)")
+    alone = dataclasses.replace(
+        seen, partial=False, ranks=(seen.ranks[0] | {"ended_by": None, "partial": False}, seen.ranks[1])
+    )
+    assert summary.list_flags(alone) == ["PARTIAL: the fit did not end normally (rank 1: ValueError)"]
+
+
+def test_a_reason_of_several_lines_takes_one() -> None:
+    verdicts = [Verdict(rung="compile", took=False, why="RuntimeError: first\n  second\r\nthird")]
+    lines = summary.lines(SEEN, Plan(), verdicts, [dataclasses.replace(WAITS, why="a\nb")])
+    assert "  a b" in lines and [line for line in lines if "\n" in line or "\r" in line] == []
+    assert "INACTIVE compile: RuntimeError: first   second third" in lines
+
+
+def test_the_first_screen_of_the_naive_resnet50() -> None:
+    seen, findings, verdicts, plan, name = samples.resnet50()
+    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",))
+    assert lines == [
+        "fastloop STARVED BY DATA   resnet50 64 x 4 32-true   1x H200   steps 50-250",
+        "  the GPU had nothing to do for 86 % of each step: Python was decoding JPEGs",
+        "step 197.5 ms |WWWWWWWWWWWWWWWWWWWfbb| Wait 170  h2d 3.9  fwd 7.6  bwd 14.4  others 2",
+        "324 samples/s   lead 0.0 ms   GPU fed 14 % (NVML busy 13 %)   0.577 J/sample   watching cost 18.0 us a step",
+        "7.9 TFLOP/s = 11.8 % of fp32 and 0.8 % of bf16   tensor cores 2 % active",
+        "if data were free: at most 2,697 samples/s (8.3x, measured)   now: 0 workers, 16 CPUs usable",
+        "FIX      rungs.workers {enabled: true}",
+        "THEN     prefetch, cache     LATER  amp",
+        "REPORT   r.md",
+    ]
+
+
+def test_the_first_screen_of_the_naive_gpt2() -> None:
+    seen, findings, verdicts, plan, name = samples.gpt2()
+    text = "\n".join(summary.lines(seen, plan, verdicts, findings, name=name, later=("amp",)))
+    for words in (
+        "BUSY, NOT FAST: FP32 MATH   gpt2 8 x 8 32-true",
+        "also BUSY, NOT FAST: MEMORY-BOUND: elementwise",
+        "NVML busy 99.7 %",
+        ">= 36.2 TFLOP/s: at least 54 % of fp32 and 3.66 % of bf16",
+        "tensor cores 0 % active",
+        "41,472 tokens/s",
+        "NOTE     the board is at its power limit; the step at 590 took 12 % longer than in the window: SM clock",
+        "\nLATER    amp",
+    ):
+        assert words in text
+
+
+def test_a_finding_s_title_is_said_or_else_its_name() -> None:
+    old = [dataclasses.replace(WAITS, bottleneck=name, title="") for name in ("callbacks_logging", "h2d")]
+    assert summary.list_titles([WAITS, *old]) == ["STARVED BY DATA", "CALLBACKS LOGGING", "H2D"]
+    lines = summary.lines(SEEN, Plan(), [], [dataclasses.replace(WAITS, title="A"), *old])
+    assert lines[0].startswith("fastloop A   ") and lines[2].startswith("  also CALLBACKS LOGGING: ")
+
+
+def test_every_part_has_a_letter_of_its_own() -> None:
+    assert set(summary.STYLES) == set(PARTS)
+    letters = [style.short[0] for style in summary.STYLES.values()]
+    assert len(set(letters)) == len(letters), "two parts share a letter of the bar"
+
+
+@pytest.mark.parametrize("run", sorted(samples.RUNS))
+def test_forty_columns_hold_the_verdict_and_the_bar(run: str) -> None:
+    seen, findings, verdicts, plan, name = samples.RUNS[run]()
+    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, then=("a",), later=("b",))
+    assert len(lines) <= 12 and not any("\n" in line for line in lines)
+    if run not in ("empty", "hostile"):
+        (bar,) = [line for line in lines if line.startswith("step ")]
+        assert bar.rindex("|") < 40 and len(bar[bar.index("|") + 1 : bar.rindex("|")]) == summary.BAR_CELLS
+        assert len(lines[0].partition("   ")[0]) <= 40
+
+
+@pytest.mark.parametrize(
+    ("parts", "bar"),
+    [
+        ({"forward": 1.0}, "ffffffffffffffffffffff"),
+        ({"forward": 0.5, "backward": 0.25}, "fffffffffffbbbbbb....."),
+        ({"forward": 0.5, "backward": None}, "fffffffffff..........."),
+        ({"data_wait": 0.0, "forward": 1.0}, "f" * 22),
+        ({"forward": 0.6, "backward": 0.6, "unexplained": -0.2}, "fffffffffffbbbbbbbbbbb"),
+        ({"forward": float("nan"), "backward": 1.0}, "b" * 22),
+    ],
+)
+def test_the_bar_is_drawn_from_what_is_known(parts: dict[str, Any], bar: str) -> None:
+    seen = dataclasses.replace(SEEN, step_ms={"mean": 1.0}, parts_ms=parts)
+    line = next(line for line in summary.lines(seen, Plan(), [], []) if line.startswith("step"))
+    assert line.startswith(f"step 1.0 ms |{bar}| ")
+
+
+@pytest.mark.parametrize("step", [{}, {"mean": None}, {"mean": 0.0}, {"mean": float("nan")}])
+def test_no_bar_without_a_step(step: dict[str, Any]) -> None:
+    lines = summary.lines(dataclasses.replace(SEEN, step_ms=step), Plan(), [], [])
+    assert lines[1].startswith("step ") and "|" not in lines[1]
+    assert "|" in summary.lines(SEEN, Plan(), [], [])[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "n/a"),
+        (float("inf"), "n/a"),
+        (0, "0"),
+        (0.5774, "0.577"),
+        (2.0, "2"),
+        (13.04, "13"),
+        (40.51, "40.5"),
+        (99.96, "100"),
+        (1234.5, "1,234"),
+        (2_000_000.0, "2,000,000"),
+        (-0.25, "-0.25"),
+        (1e-7, "0.0000001"),
+    ],
+)
+def test_short_numbers(value: Any, text: str) -> None:
+    assert summary.short(value) == text
+    assert summary.short(value, "ms") == ("n/a" if text == "n/a" else f"{text} ms")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ceiling_gain_pct": 700.0, "ceiling_is_estimate": False}, "at most 9,876 samples/s (8.0x, measured)"),
+        ({"ceiling_gain_pct": 3.0, "ceiling_is_estimate": False}, "at most 1,272 samples/s (1.03x, measured)"),
+        ({"ceiling_gain_pct": 24.0, "ceiling_is_estimate": False}, "at most 1,531 samples/s (1.24x, measured)"),
+        ({"ceiling_gain_pct": 3.0}, "at most 1,272 samples/s (an estimate)"),
+        ({"ceiling_gain_pct": None}, None),
+        ({"ceiling_gain_pct": float("inf")}, None),
+    ],
+)
+def test_a_ceiling_says_whether_it_was_measured(change: dict[str, Any], said: str | None) -> None:
+    finding = dataclasses.replace(WAITS, **change)
+    assert summary.describe_ceiling(finding, SEEN) == said
+    assert summary.describe_ceiling(finding, dataclasses.replace(SEEN, samples_per_s=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        ({"micro_batch": 8}, "8"),
+        ({"micro_batch": 8, "global_batch": 64}, "8 x 4"),
+        ({"micro_batch": 8, "global_batch": 16}, "8"),
+        ({"micro_batch": 3, "global_batch": 64, "precision": "p"}, "3 p"),
+    ],
+)
+def test_the_setting_is_said_as_far_as_it_is_known(change: dict[str, Any], said: str) -> None:
+    assert summary.describe_setting(dataclasses.replace(SEEN, **change)) == said
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(None, "n/a"), (0.00362, "3.62 GFLOP/s"), (36.2, "36.2 TFLOP/s"), (0.0, "0 GFLOP/s"), (float("nan"), "n/a")],
+)
+def test_rates_of_arithmetic(rate: float | None, said: str) -> None:
+    assert summary.format_flop_rate(rate) == said
+
+
+def test_there_is_no_colour() -> None:
+    for run in samples.RUNS.values():
+        seen, findings, verdicts, plan, name = run()
+        assert "\x1b" not in "".join(summary.lines(seen, plan, verdicts, findings, "r", name))
+
+
+def test_no_word_of_a_speed_up() -> None:
+    reasons = [Verdict(rung=name, took=took, why="why") for name, _ in Ladder().rungs() for took in (True, False, None)]
+    lines = summary.lines(SEEN, planned(), reasons, [WAITS], "report.md")
+    assert BOAST.findall("\n".join(lines)) == []
+    assert BOAST.findall("1.8x as fast; a speed-up of 3; FASTER than; gains 5 %")
+
+
+def test_patches() -> None:
+    assert dump_on_one_line(None) == "" == dump_on_one_line({})
+    patch = {"rungs": {"amp": {"mode": "tf32", "enabled": True}, "pin": {"enabled": False}}}
+    assert dump_on_one_line(patch) == 'rungs.amp {mode: "tf32", enabled: true}, rungs.pin {enabled: false}'
+    assert dump_on_one_line({"strict": True, "trainer": {"accumulate": 4}}) == "strict: true, trainer.accumulate: 4"
