@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fastloop.judge.verdict import compare
-from fastloop.records.experiment import Outcome, Sample
 from tests.commands.command_line import Said, run
 
 HERE = Path(__file__).parent
@@ -57,21 +53,6 @@ def uncorrected(place: Path, arm: str) -> list[float]:
     """Samples per second of each run, were all that was used in its window made in it."""
     seen = [json.loads((folder / "measurement.json").read_text()) for folder in folders(place, arm)]
     return [1e3 * BATCH * each["steps"] / each["wall_ms"] for each in seen]
-
-
-def verdict(rates: Mapping[str, list[float]], arms: list[dict[str, Any]]) -> str:
-    """What the judge says of other rates of the same runs."""
-    base, arm = (
-        Sample(
-            name=name,
-            samples_per_s=tuple(rates[name]),
-            places=tuple(row["places"]),
-            active_rungs=("workers",),
-            changed_rungs=() if name == "base" else ("workers",),
-        )
-        for name, row in zip(("base", "arm"), arms, strict=True)
-    )
-    return compare(base, arm, Outcome(parity_class="exact", passed=True, why="it is")).verdict
 
 
 def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path) -> None:
@@ -133,12 +114,11 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
     ]
     assert queues == [4, 32] and any("too short for its queues" in flag for flag in found["flags"])
 
-    fooled = {
-        name: [1 / ms for ms in stopwatch_ms(tmp_path, folder)] for name, folder in (("base", "base"), ("arm", "1-"))
-    }
-    assert verdict(fooled, found["arms"]) == "faster", "the control: a stopwatch after as many steps"
-    plain = {name: uncorrected(tmp_path, folder) for name, folder in (("base", "base"), ("arm", "1-"))}
-    assert verdict(plain, found["arms"]) == "faster", "the control: the judge's own window without the queue's share"
+    # The controls are held to their medians: over three runs an interval is often too wide for a verdict.
+    by_stopwatch = {folder: statistics.median(stopwatch_ms(tmp_path, folder)) for folder in ("base", "1-")}
+    assert by_stopwatch["base"] / by_stopwatch["1-"] > 1.05, "a stopwatch after as many steps is fooled"
+    plain = {folder: statistics.median(uncorrected(tmp_path, folder)) for folder in ("base", "1-")}
+    assert plain["1-"] / plain["base"] > 1.05, "so is the judge's own window without the queue's share"
 
 
 def test_there_is_nothing_to_gain_in_a_tuned_training(tmp_path: Path) -> None:
