@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.config.interpolation import escape, refuse_resolvers, resolve
 from fastloop.config.layers import (
@@ -38,6 +38,8 @@ from fastloop.records.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
     from fastloop.ladder import Ladder
+
+Switch = Literal["on", "off"]
 
 ABSENT = "-"
 """What `diff` shows for a key that one side does not have."""
@@ -117,7 +119,11 @@ class Config:
     trainer: Mapping[str, Any] = field(repr=False)
     watch: WatchSettings
     strict: bool
+    rehearsal: Switch
+    """Whether rungs that change the device's work are tried on the first step's calls before they count."""
     ladder: Ladder
+    by_ladder: frozenset[str]
+    """Rungs that a shipped ladder switched on, and not the user by name."""
     values: Mapping[str, Any] = field(repr=False)
     """Everything, defaults included, as nested plain values."""
     origins: Mapping[str, Origin] = field(repr=False)
@@ -248,7 +254,8 @@ def _assemble(
         nested = nest(leaves)
         secrets.append(nested)
         origins = {".".join(path): leaf.origin for path, leaf in leaves.items()}
-        return _build({key: nested[key] for key in _schema(rungs)}, origins, rungs, name, recipe)
+        ladders = {layer.marked.file for layer in layers if layer.path in shipped("ladders").values()}
+        return _build({key: nested[key] for key in _schema(rungs)}, origins, rungs, name, recipe, ladders)
     except ConfigError as error:
         hide = Scrubber(*secrets).text
         raise ConfigError(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
@@ -262,7 +269,12 @@ def _lay(layers: Iterable[Layer], defaults: Leaves, ignored: Sequence[str]) -> L
 
 
 def _build(
-    values: Mapping[str, Any], origins: Mapping[str, Origin], rungs: type[Any], name: str, recipe: Layer | None
+    values: Mapping[str, Any],
+    origins: Mapping[str, Origin],
+    rungs: type[Any],
+    name: str,
+    recipe: Layer | None,
+    ladders: Collection[str],
 ) -> Config:
     run = build(RunSettings, values["run"], "run", origins)
     watch = build(WatchSettings, values["watch"], "watch", origins)
@@ -282,7 +294,9 @@ def _build(
         trainer=values["trainer"],
         watch=watch,
         strict=strict,
+        rehearsal=typed(values["rehearsal"], Switch, "rehearsal", origins["rehearsal"]),
         ladder=ladder,
+        by_ladder=frozenset(rung for rung in values["rungs"] if origins[f"rungs.{rung}.enabled"].file in ladders),
         values={**values, **checked},
         origins=origins,
     )
@@ -290,13 +304,20 @@ def _build(
 
 def _schema(rungs: type[Any]) -> dict[str, Any]:
     """What may stand at the top of a configuration, in the order in which it is written."""
-    return {"recipe": dict, "run": RunSettings, "trainer": dict, "watch": WatchSettings, "strict": bool, "rungs": rungs}
+    return {
+        "recipe": dict,
+        "run": RunSettings,
+        "trainer": dict,
+        "watch": WatchSettings,
+        "strict": bool,
+        "rehearsal": Switch,
+        "rungs": rungs,
+    }
 
 
 def _defaults(rungs: type[Any]) -> Leaves:
-    values = {
-        key: kind() if kind in (dict, bool) else dataclasses.asdict(kind()) for key, kind in _schema(rungs).items()
-    }
+    plain = {"recipe": {}, "trainer": {}, "strict": False, "rehearsal": "on"}
+    values = {key: plain[key] if key in plain else dataclasses.asdict(kind()) for key, kind in _schema(rungs).items()}
     return {path: Leaf(value, DEFAULT) for path, value in flatten(plain_values(values))}
 
 

@@ -116,6 +116,9 @@ class Measurement:
     state: tuple[str, ...] = ()
     """What about the machine makes these figures depend on the hour: throttling, other processes on the GPU."""
     watch_us_per_step: float | None = None
+    one_time_s: Mapping[str, float | None] = field(default_factory=dict)
+    """Seconds of this fit that no later step pays again, by cause: ``compile``, ``validation_compile``, ``workers``,
+    ``rehearsal``, …; in none of ``parts_ms``."""
     world_size: int = 1
     total_steps: int | None = 0
     """Optimizer steps of the whole fit, warm-up included; None where nobody watched."""

@@ -144,6 +144,18 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What trying a rung on the calls of the first step showed: forward and backward, eager beside changed."""
+
+    deviation: float | None = None
+    """Of outputs and gradients, the larger of both, relative to their norm; None where it could not be told."""
+    eager_ms: float | None = None
+    """Of the modules as the user wrote them."""
+    changed_ms: float | None = None
+    """Of the same with this rung and those kept before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Did a rung take? ``None``: nothing was run that could tell."""
 
@@ -151,6 +163,9 @@ class Verdict:
     took: bool | None = None
     why: str = ""
     parity_class: Parity = "exact"
+    rehearsed: Rehearsed | None = None
+    pays_back_after_steps: float | None = None
+    """Optimizer steps after which the rung's one-time cost is saved, as the rehearsal estimates it; no verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ def test_a_config_can_be_pickled(read: Read) -> None:
 
 
 RUNG_KEYS = "rungs has no key worker; it has workers, amp, overlap"
-TOP_KEYS = "it has base, recipe, run, trainer, watch, strict, rungs"
+TOP_KEYS = "it has base, recipe, run, trainer, watch, strict, rehearsal, rungs"
 RESOLVERS = ("only keys are looked up; resolvers are not run", "write the value, or a key as in ${run.seed}")
 SECTION = "is a section with keys of its own"
 
