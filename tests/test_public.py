@@ -20,6 +20,7 @@ NAMES = ["ConfigError", "FastLoop", "FastLoopError", "Finding", "Ladder", "Measu
 
 KEYS: dict[str, Any] = {
     "strict": False,
+    "rehearsal": "on",
     "run": {"max_steps": 200, "seed": 0, "devices": 1, "accelerator": "auto", "resume": None},
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
