@@ -9,6 +9,7 @@ contact. In each round all scripts and arms take turns, in an order shuffled by 
 `watched` (no rung), or the name of a ladder, a rung or a YAML file. One JSON line per run:
 
     process_s        the whole process, imports, compiles and report included
+    first_batch_s    from the start of training to the end of the first batch, compiles included
     first_to_last_s  from the end of the first batch to the end of the last, the device waited for then
     late_ms          the same per batch over the second half of the batches
     took, skipped    rungs that did, and that did not with their reason; untold: nobody could tell
@@ -26,6 +27,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import random
 import shlex
@@ -39,6 +41,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks" / "foreign").glob("*.py"))
@@ -170,17 +174,13 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
-        end_group(process.pid, signal.SIGTERM)
+        process.terminate()  # alone: workers that die with it would be an error of the training's
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-    end_group(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return code
-
-
-def end_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if row.get("what") == "first_contact" and "left_out" not in row:
             groups[row["script"], row["arm"]].append(row)
-    head = ["script", "arm", "n", "ended", "process s", "first to last s", "ms/batch, late half", "x plain"]
-    table = [[*head, "took", "did not", "one-time s", "first finding", "last loss"]]
+    head = ["script", "arm", "n", "ended", "process s", "to batch 1 s", "batch 1 to last s", "late ms/batch"]
+    table = [[*head, "process x plain", "late x plain", "took", "did not", "one-time s", "first finding", "last loss"]]
     for (script, arm), runs in sorted(groups.items(), key=lambda item: (item[0][0], rank_arm(item[0][1]))):
         table.append([script, arm, str(len(runs)), *describe(runs, groups.get((script, "plain"), []))])
     table.insert(1, ["---"] * len(table[0]))
@@ -289,10 +289,10 @@ def describe(runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) ->
     loss = next(iter(last.get("metrics") or {}), "")
     return [
         ", ".join(ended),
-        *(show_spread(runs, key) for key in ("process_s", "first_to_last_s", "late_ms")),
-        compare(runs, plain),
+        *(show_spread(runs, key) for key in ("process_s", "first_batch_s", "first_to_last_s", "late_ms")),
+        *(compare(runs, plain, key) for key in ("process_s", "late_ms")),
         ", ".join(last.get("took", [])),
-        "; ".join(f"{rung}: {why[:80]}" for rung, why in (last.get("skipped", {}) | last.get("untold", {})).items()),
+        "; ".join(f"{rung}: {why[:60]}" for rung, why in (last.get("skipped", {}) | last.get("untold", {})).items()),
         ", ".join(f"{name} {value:.1f}" for name, value in causes.items()),
         f"{finding[0]}{'' if finding[1] is None else f' {finding[1]:.0f} %'}",
         f"{loss} {last['metrics'][loss]:.4g}" if loss else "",
@@ -311,12 +311,16 @@ def show_spread(runs: Sequence[dict[str, Any]], key: str) -> str:
     return f"{statistics.median(found):.1f}" + (f" ({min(found):.1f} to {max(found):.1f})" if len(found) > 1 else "")
 
 
-def compare(runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> str:
-    """How many times the time of a plain run: whole process, then a batch of the second half."""
-    found = [(pick_times(runs, key), pick_times(plain, key)) for key in ("process_s", "late_ms")]
-    if not all(ours and theirs for ours, theirs in found):
+def compare(runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], key: str) -> str:
+    """How many times the time of plain runs: geometric means, and a 95 % Welch interval from two runs each."""
+    ours, theirs = ([math.log(value) for value in pick_times(each, key)] for each in (runs, plain))
+    if not ours or not theirs:
         return "n/a"
-    return ", ".join(f"{statistics.median(ours) / statistics.median(theirs):.2f}" for ours, theirs in found)
+    ratio = f"{math.exp(statistics.mean(ours) - statistics.mean(theirs)):.2f}"
+    if min(len(ours), len(theirs)) < 2 or runs is plain:
+        return ratio
+    low, high = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
+    return f"{ratio} ({math.exp(low):.2f} to {math.exp(high):.2f})"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

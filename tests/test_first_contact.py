@@ -56,8 +56,8 @@ def test_a_script_that_fails_shows_its_end() -> None:
 
 def made_row(arm: str, late_ms: float, **more: Any) -> dict[str, Any]:
     row = {"what": "first_contact", "script": "gan", "arm": arm, "exit_code": 0, "over_limit": False, "timed": True}
-    times = {"process_s": 10 * late_ms, "first_to_last_s": late_ms, "late_ms": late_ms, "finished": True}
-    return {**row, **times, **more}
+    times = {"process_s": 10 * late_ms, "first_batch_s": 1.0, "first_to_last_s": late_ms, "late_ms": late_ms}
+    return {**row, **times, "finished": True, **more}
 
 
 def test_the_table_holds_each_arm_against_plain() -> None:
@@ -69,14 +69,23 @@ def test_the_table_holds_each_arm_against_plain() -> None:
         made_row("plain", 11.0),
     ]
     head, _, plain, full = first_contact.summarize(rows).splitlines()
-    assert plain.startswith("| gan | plain | 3 | exit 0 | 110.0 (100.0 to 200.0) | 11.0 (10.0 to 20.0) |")
-    assert "| 2.73, 2.73 | amp | compile: a / b | compile 41.2 |" in full
+    assert plain.startswith(
+        "| gan | plain | 3 | exit 0 | 110.0 (100.0 to 200.0) | 1.0 (1.0 to 1.0) | 11.0 (10.0 to 20.0) |"
+    )
+    assert "| 2.31 | 2.31 | amp | compile: a / b | compile 41.2 |" in full
     assert {line.count("|") for line in (head, plain, full)} == {head.count("|")}
+
+
+def test_a_ratio_of_several_runs_has_its_interval() -> None:
+    plain = [made_row("plain", 10.0), made_row("plain", 10.2)]
+    slower = first_contact.compare([made_row("full", 20.0), made_row("full", 20.4)], plain, "late_ms")
+    ratio, low, high = (float(text.strip("()")) for text in slower.replace("to ", "").split())
+    assert ratio == 2.0 and 1.8 < low < 2.0 < high < 2.2
 
 
 def test_runs_that_were_not_alone_or_died_have_no_time() -> None:
     rows = [made_row("plain", 10.0), made_row("full", 5.0, timed=False), made_row("safe", 5.0, finished=False)]
     rows.append(made_row("watched", 5.0, exit_code=None, over_limit=True, finished=False))
     lines = first_contact.summarize(rows).splitlines()[3:]
-    assert len(lines) == 3 and all("| n/a | n/a | n/a | n/a |" in line for line in lines)
+    assert len(lines) == 3 and all(line.count("n/a |") == 6 for line in lines)
     assert "over the limit" in lines[0]
