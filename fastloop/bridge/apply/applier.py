@@ -29,7 +29,8 @@ class Applier:
     Args:
         ladder: the rungs.
         strict: a rung that cannot apply is an error.
-        warn: takes one line for the user.
+        warn: takes one line for the user that must not be missed.
+        say: takes one line on what is going on.
         terms: on which rungs are rehearsed; None: they apply at once, untried.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
     """
@@ -40,10 +41,11 @@ class Applier:
         *,
         strict: bool = False,
         warn: Callable[[str], None],
+        say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
         refused: dict[str, str] | None = None,
     ) -> None:
-        self.ladder, self.strict, self.warn, self.terms = ladder, strict, warn, terms
+        self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
         self.refused = {} if refused is None else refused
         self.rehearsal: Rehearsal | None = None
         """Still to come, or going on."""
@@ -138,7 +140,7 @@ class Applier:
         if self._held and self.terms is not None and self._site is not None:
             held = [step for step in self.plan.planned if step.rung in self._held]
             settings = partial(getattr, self.ladder)
-            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.warn)
+            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
     def first_batch_done(self) -> None:

@@ -72,6 +72,8 @@ class FastLoop(Callback):
         self.out, self.quiet = None if out is None else Path(out), quiet
         self.hunt_syncs = False
         """Find every device synchronisation with its line, in a few steps after the timed ones; they run slower."""
+        self.say: Callable[[str], None] = _skip_line if quiet else _say_line
+        """Takes a line about what is going on."""
         self.in_trial = False
         """This is no real run but a trial of an experiment, which stands for a longer one."""
         self._refused: dict[str, str] = {}
@@ -235,6 +237,7 @@ class FastLoop(Callback):
             self.config.ladder,
             strict=self.strict,
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+            say=self.say,
             terms=terms if self.config.rehearsal == "on" else None,
             refused=self._refused,
         )
@@ -316,3 +319,11 @@ class FastLoop(Callback):
                 restore.pop()()
             except Exception as error:  # the others must have their turn
                 rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")
+
+
+def _say_line(line: str) -> None:
+    rank_zero_info(f"fastloop: {line}")
+
+
+def _skip_line(_line: str) -> None:
+    pass
