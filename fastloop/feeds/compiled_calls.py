@@ -69,7 +69,9 @@ class CompiledCall:
         tensors = call_shapes.find_tensors(args, kwargs)
         sizes = _read_sizes(tensors)
         is_new = not budget.fits(sizes)
-        if is_new and torch._C._current_graph_task_id() >= 0:  # a checkpoint repeats, in the backward, an eager call
+        # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
+        is_again = torch._C._current_graph_task_id() >= 0
+        if is_new and is_again:
             return self.module._call_impl(*args, **kwargs)
         if is_new:
             self._note(sizes)
@@ -82,7 +84,7 @@ class CompiledCall:
         try:
             return self._run(budget, tensors, is_new, args, kwargs)
         except Exception as error:
-            if not held.restore():
+            if is_again or not held.restore():
                 raise
             failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"
         result = self.module._call_impl(
