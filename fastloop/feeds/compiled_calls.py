@@ -87,9 +87,8 @@ class CompiledCall:
             if is_again or not held.restore():
                 raise
             failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"
-        result = self.module._call_impl(
-            *args, **kwargs
-        )  # outside of the handler, which keeps the failed call's tensors
+        # Outside of the handler, which keeps the tensors of the failed call.
+        result = self.module._call_impl(*args, **kwargs)
         self.failure = failure
         vars(self.module).pop("_compiled_call_impl", None)
         return result
