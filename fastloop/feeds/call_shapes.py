@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ Sizes = dict[str, tuple[int, ...]]
 """Sizes of each tensor among the arguments, by the way to it."""
 
 
-def find_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors among the arguments of a call, by the way to each.
 
     Looks into mappings, lists, tuples and, unlike `batch_tree`, the attributes of any object: a graph library's batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -27,6 +27,7 @@ class CompiledCall:
     Args:
         codes: code objects by class and shapes of a module; filled here, one dictionary for all modules of a fit.
         dynamic: None: what is seen to vary; True: every dimension; False: none.
+        is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
 
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
@@ -34,14 +35,23 @@ class CompiledCall:
         budgets: by training (True) and evaluation, which have graphs and sizes of their own.
     """
 
-    def __init__(self, module: Any, name: str, codes: dict[Any, CodeType], *, mode: str, dynamic: bool | None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        codes: dict[Any, CodeType],
+        *,
+        mode: str,
+        dynamic: bool | None,
+        is_tried: Callable[[], bool] = lambda: False,
+    ) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not is_compiling():  # no graph holds this line: reached, it says that none fitted
                 self._missed = True
             return module._call_impl(*args, **kwargs)
 
         self.module, self.name = module, name or type(module).__name__
-        self.dynamic = dynamic
+        self.dynamic, self.is_tried = dynamic, is_tried
         self.graphs, self.failure = 0, ""
         self.budgets = {True: Budget(), False: Budget()}
         self._missed = False
@@ -58,7 +68,7 @@ class CompiledCall:
         """Why calls in training, and in evaluation, all run eagerly by now; empty while graphs serve them."""
         return [f"{self.name}{when}: {self.budgets[key].spent}" for key, when in _WHEN if self.budgets[key].spent]
 
-    def note_shapes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Learn from a call that the module ran itself, before anything is compiled."""
         self._note(_read_sizes(call_shapes.find_tensors(args, kwargs)))
 
@@ -84,7 +94,7 @@ class CompiledCall:
         try:
             return self._run(budget, tensors, is_new, args, kwargs)
         except Exception as error:
-            if is_again or not held.restore():
+            if is_again or self.is_tried() or not held.restore():
                 raise
             failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"
         # Outside of the handler, which keeps the tensors of the failed call.
@@ -123,6 +133,18 @@ class CompiledCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
+
+
+def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
+    """Evidence of all modules: graphs, failures, and the calls that ran eagerly where most did."""
+    most = max((budget for call in calls for budget in call.budgets.values()), key=lambda budget: budget.eager)
+    return {
+        "graphs": sum(call.graphs for call in calls),
+        "failures": [call.failure for call in calls if call.failure],
+        "eager_calls": most.eager,
+        "of_calls": most.calls,
+        "spent": [line for call in calls for line in call.spent],
+    }
 
 
 _VERSION = operator.attrgetter("_version")

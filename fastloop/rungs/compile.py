@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence.model import dynamo_graphs
-from fastloop.feeds.compiled_calls import CompiledCall
+from fastloop.feeds.compiled_calls import CompiledCall, sum_up
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -110,8 +110,11 @@ class Compile:
         before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
         modules = {name: site.module.get_submodule(name) for name in site.facts.compile_targets}
         dynamic = None if self.dynamic == "auto" else self.dynamic
-        calls = [CompiledCall(module, name, codes, mode=self.mode, dynamic=dynamic) for name, module in modules.items()]
-        for call in calls:
+        how: Any = {"mode": self.mode, "dynamic": dynamic, "is_tried": lambda: bool(site.recorded)}
+        calls = [CompiledCall(module, name, codes, **how) for name, module in modules.items()]
+        for name, call in zip(modules, calls, strict=True):
+            for args, kwargs in site.recorded.get(name, ()):
+                call.note_shapes(args, kwargs)
             call.module._compiled_call_impl = call
 
         def undo() -> None:
@@ -119,16 +122,7 @@ class Compile:
                 vars(call.module).pop("_compiled_call_impl", None)
 
         def probe() -> Mapping[str, Any]:
-            budgets = [budget for call in calls for budget in call.budgets.values()]
-            most = max(budgets, key=lambda budget: budget.eager)
-            return {
-                **dynamo_graphs.count_since(before),
-                "graphs": sum(call.graphs for call in calls),
-                "failures": [call.failure for call in calls if call.failure],
-                "eager_calls": most.eager,
-                "of_calls": most.calls,
-                "spent": [line for call in calls for line in call.spent],
-            }
+            return {**dynamo_graphs.count_since(before), **sum_up(calls)}
 
         return Applied(undo=undo, probe=probe)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -397,6 +398,45 @@ def test_a_failing_backend_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) 
         "fell back to eager: net: BackendCompilerFailed: backend='broken' raised: OSError: no space left for kernels"
     )
     assert "_compiled_call_impl" not in vars(ours.net)
+
+
+def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FastLoop:
+    """A fit in which the rung is tried on the calls of the first step."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    config = {"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 1}, "rehearsal": "on"}
+    watcher = FastLoop(config, quiet=True)
+    torch.manual_seed(1)
+    models.trainer(callbacks=[watcher]).fit(module, models.loader())
+    return watcher
+
+
+def test_the_first_steps_sizes_are_known_to_the_first_graph(
+    backend: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twice(Own):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            return super().training_step(batch, batch_idx) + super().training_step((x[:3], y[:3]), batch_idx)
+
+    watcher = rehearsed(seeded(Twice), tmp_path, monkeypatch)
+    assert verdict(watcher, "compile").took is True
+    assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 0
+
+
+def test_what_fails_while_it_is_tried_is_told_to_whoever_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def broken(graph: Any, _inputs: Any) -> Any:
+        calls.append(graph)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(_with, broken))
+    ours, plain = seeded(Own), seeded(Own)
+    watcher = rehearsed(ours, tmp_path, monkeypatch)
+    fit(None, plain)
+    assert calls and same(models.weights(ours), models.weights(plain))
+    assert verdict(watcher, "compile").took is False
+    assert "no space left" in verdict(watcher, "compile").why and "fell back" not in verdict(watcher, "compile").why
 
 
 def test_errors_of_the_users_own_pass(backend: list[str]) -> None:
