@@ -108,6 +108,8 @@ class Batch:
             if (reason := explain_no_merge(facts, facts.loader)) is not None:
                 raise NotApplicable(reason)
             wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
+            if self.loss_is_mean:
+                wants["step.loss_is_mean"] = True
             after["accumulate"] = 1  # a short last batch is a piece of its own even where a window runs in one
             notes += list_changed_counts(facts, facts.loader)
         elif size is not None and micro > size:
@@ -150,11 +152,15 @@ class Batch:
         evidence: Any = seen.evidence.get("batch", {})
         if not evidence.get("steps"):
             return Verdict(took=False, why="no optimizer step ran")
-        problem = evidence.get("problem")
+        problem, apart = evidence.get("problem"), evidence.get("apart_steps")
+        if apart and not evidence["changed_steps"]:
+            return Verdict(took=False, why=f"windows run batch by batch: {evidence['apart_why']}")
         if not evidence["changed_steps"]:
             return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
         sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
         why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
         if problem:
             why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
+        if apart:
+            why += f"; {apart} of {evidence['steps']} windows run batch by batch: {evidence['apart_why']}"
         return Verdict(took=True, why=why)
