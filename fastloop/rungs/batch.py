@@ -77,9 +77,10 @@ class Batch:
     """Split a loader batch inside the step, or merge an accumulation window and then split it.
 
     *Split* (micro_batch smaller than the loader's batch): batch_idx, global_step, schedules, validation, checkpoints
-    and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): each window
-    becomes one loader batch, so whatever counted batches counts optimizer steps; the plan names it. What training_step
-    logs is put together as its reduce_fx says: means by samples, sums added, extremes of the parts.
+    and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): the batches of a
+    window, collated as ever, are put together, so whatever counted batches counts optimizer steps; the plan names it.
+    Batches that cannot be put together run one by one, and so do all where the first window's gradient becomes another.
+    What training_step logs is put together as its reduce_fx says: means by samples, sums added, extremes of the parts.
     """
 
     enabled: bool = False
@@ -88,7 +89,7 @@ class Batch:
     global_batch: Literal["keep"] = "keep"
     """keep = the samples of each optimizer step stay what they were."""
     loss_is_mean: bool = field(default=False)
-    """Your word that the loss is a mean over samples where the code looks otherwise."""
+    """Your word that the loss is a mean over samples where the code, or the first window's gradient, says otherwise."""
 
     def __post_init__(self) -> None:
         why = "a micro-batch needs at least one sample"
@@ -154,7 +155,8 @@ class Batch:
             return Verdict(took=False, why="no optimizer step ran")
         problem, apart = evidence.get("problem"), evidence.get("apart_steps")
         if apart and not evidence["changed_steps"]:
-            return Verdict(took=False, why=f"windows run batch by batch: {evidence['apart_why']}")
+            why = f"windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
+            return Verdict(took=False, why=why)
         if not evidence["changed_steps"]:
             return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
         sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])

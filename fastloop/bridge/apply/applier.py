@@ -191,7 +191,8 @@ class Applier:
         step = site.take_notes(step)
         if self._late_conversions and args:
             for convert in self._late_conversions:
-                args = (convert(args[0]), *args[1:])
+                batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
+                args = (batch, *args[1:])
             self._late_conversions = []
         if self.micro is None or not args:
             return step(*args, **kwargs)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastloop.bridge.apply.merge_check import explain_difference
+from fastloop.bridge.apply.accumulation import explain_difference
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
 from fastloop.errors import FastLoopError
@@ -107,6 +107,16 @@ class MicroBatches:
     def find_whole(self, batch: Any) -> Any:
         """All batches of the window, where Lightning sees only one of them."""
         return self._came_apart[0] if self._came_apart is not None and self._came_apart[0][-1] is batch else batch
+
+    def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
+        """`convert` the batch that Lightning sees, and with it all that goes with it."""
+        if (whole := self.find_whole(batch)) is not batch and self._came_apart is not None:
+            self._came_apart = Window(map(convert, whole)), self._came_apart[1]
+            return self._came_apart[0][-1]
+        converted = convert(batch)
+        if self._joined is not None and self._joined[0] is batch:
+            self._joined = converted, self._joined[1]
+        return converted
 
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""

@@ -168,7 +168,8 @@ def test_batches_that_cannot_be_concatenated_run_one_by_one(train: Any) -> None:
     """Bit for bit as without us, also in a short last window and with a short last batch."""
     plain, merged = both(MERGE, train, Extra, max_epochs=2, **ACCUMULATE)
     assert merged.verdict("batch").took is False and merged.verdict("batch").why == (
-        "windows run batch by batch: a tensor of shape (5, 2) in a batch of 8 samples"
+        "windows run batch by batch: a tensor of shape (5, 2) in a batch of 8 samples; hooks still see one"
+        " batch a window"
     )
     assert merged.module.samples == plain.module.samples and distance(plain, merged) == 0
     assert merged.trainer.global_step == plain.trainer.global_step

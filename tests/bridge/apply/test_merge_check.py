@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastloop.bridge.apply import merge_check
+from fastloop.bridge.apply import accumulation
 from fastloop.errors import FastLoopError
 from tests.runs import Net, Run, batches, both, distance, run
 
@@ -52,7 +52,7 @@ def test_token_means_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = ours.verdict("batch")
     assert verdict.took is False and accumulated_like(plain, ours)
     start = "windows run batch by batch: the loss is not a mean over samples: the merged gradient differs by "
-    assert verdict.why.startswith(start) and float(verdict.why.removeprefix(start)) > 1e-2
+    assert verdict.why.startswith(start) and float(verdict.why.removeprefix(start).partition(";")[0]) > 1e-2
     assert ours.seen("batch")["apart_steps"] == 9 and ours.seen("batch")["changed_steps"] == 0
     # The control: what merging them without a look trains is something else.
     monkeypatch.setattr("fastloop.bridge.apply.micro_batches.explain_difference", lambda *_: None)
@@ -121,7 +121,7 @@ def test_what_else_is_left_as_it_was(module: Any, why: str) -> None:
 
 def test_a_gradient_that_is_no_number() -> None:
     ours = run(MERGE, EVEN(), Broken, max_epochs=1, **ACCUMULATE)
-    assert ours.verdict("batch").why.endswith("could not be compared: the gradient is not finite")
+    assert "could not be compared: the gradient is not finite" in ours.verdict("batch").why
 
 
 def test_the_users_own_error_arrives_once_and_as_it_is() -> None:
@@ -174,7 +174,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[dict[str, Any]] = []
     ran: list[int] = []
     written: list[bool] = []
-    compare = merge_check.explain_difference
+    compare = accumulation.explain_difference
 
     def watched(strategy: Any, own: Any, merged: Any, step: Any) -> str | None:
         module = strategy.lightning_module
@@ -194,8 +194,8 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(plain, ours) == 0 and plain.module.seen == ours.module.seen
     # The control: without the guard the traces show.
     states.clear()
-    monkeypatch.setattr(merge_check, "map_tensors", lambda batch, _clone: batch)
-    monkeypatch.setattr(merge_check, "untouched", lambda _module: torch.enable_grad())
+    monkeypatch.setattr(accumulation, "map_tensors", lambda batch, _clone: batch)
+    monkeypatch.setattr(accumulation, "untouched", lambda _module: torch.enable_grad())
     run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
     assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
     assert written == [False, True]
