@@ -18,9 +18,11 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop.bridge.apply import accumulation
+from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.feeds.batch_tree import Window
 from tests.models import distance as apart
 from tests.models import weights
-from tests.runs import Net, Run, batches, both, distance, run
+from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, run
 
 MERGE = {"batch": {"micro_batch": 16}}
 RAGGED = partial(batches, 84, shuffle=True)  # 11 batches, the last one short; windows of 4, 4 and 3
@@ -318,6 +320,34 @@ def test_transfer_hooks_get_the_users_batches(workers: int) -> None:
 
 def drop(samples: Any) -> Any:
     return torch.utils.data.default_collate([sample for sample in samples if int(sample[2]) % 11])
+
+
+@pytest.mark.parametrize("module", [Mixes, Extra])
+def test_windows_behind_a_feed(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staged ahead of time, batch by batch, with their hooks; and of several lengths, apart from then on."""
+    feed_on_cpu(monkeypatch)
+    rungs = {**MERGE, "prefetch": {"depth": 2}}
+    plain, merged = both(MERGE, EVEN, module, max_epochs=2, **ACCUMULATE)
+    fed = run(rungs, EVEN(), module, max_epochs=2, **ACCUMULATE)
+    assert fed.seen("prefetch")["batches"] == 6 and fed.verdict("batch").why == merged.verdict("batch").why
+    assert fed.module.samples == plain.module.samples and distance(plain, merged) < 1e-6
+    if module is Extra:  # what draws on its way draws earlier behind a feed
+        assert distance(merged, fed) == 0
+
+
+def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
+    """A rung that a rehearsal keeps converts the batch at hand, which was on the device before it."""
+    micro = MicroBatches(32, rung="batch")
+    apart = Window([torch.zeros(2, 3), torch.ones(2, 4)])
+    shown = micro.take_window(apart)
+    assert shown is apart[-1] and micro.find_whole(shown) is apart and micro.find_whole(apart[0]) is apart[0]
+    converted = micro.convert(shown, lambda batch: batch + 1)
+    whole = micro.find_whole(converted)
+    assert [float(batch.max()) for batch in whole] == [1, 2] and converted is whole[-1]
+    joined = micro.take_window(Window([torch.zeros(2, 3), torch.ones(1, 3)]))
+    assert joined.shape == (3, 3)
+    again = micro.convert(joined, lambda batch: batch + 1)
+    assert float(again.sum()) == 12 and micro.find_whole(again) is again
 
 
 def test_a_collate_function_that_drops_samples() -> None:

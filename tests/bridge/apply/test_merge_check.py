@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply import accumulation
+from fastloop.bridge.apply.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
 from tests.runs import Net, Run, batches, both, distance, run
 
@@ -231,3 +232,15 @@ def test_compiled_modules_are_not_compiled_for_it(monkeypatch: pytest.MonkeyPatc
 
     assert run(MERGE, EVEN(), Looks, max_epochs=1, **ACCUMULATE).verdict("batch").took
     assert stances == ["force_eager"] * 5 + ["default"] * 3
+
+
+def test_a_recorder_of_calls_sees_the_step_alone() -> None:
+    """What a rehearsal plays again are the calls of the first step, not those that were compared before it."""
+    recorders: list[CallRecorder] = []
+
+    class Recorded(Net):
+        def on_train_start(self) -> None:
+            recorders.append(CallRecorder(self, ["net"]))
+
+    assert run(MERGE, EVEN(), Recorded, max_steps=1, **ACCUMULATE).verdict("batch").took
+    assert [call.args[0].shape for call in recorders[0].calls] == [(32, 8)]
