@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.config import check_open_sections
 from fastloop.commands.console import Answer, attach
 from fastloop.config.loading import Config, require_recipe
 from fastloop.errors import ConfigError
@@ -67,7 +67,7 @@ def climb(
     config = job.config()
     _check(budget_s, allow)
     require_recipe(config)
-    check_recipe_keys(config)
+    check_open_sections(config)
     place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME), hold(path):
         recorder = Recorder(path, config, allow, budget_s, _load_earlier(path, config, resume))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import logging
 import os
@@ -27,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.bridge.fit.shutdown import ends
+from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.config.loading import Config
 from fastloop.config.schema import fault, first_origin
 from fastloop.errors import ConfigError, FastLoopError
@@ -85,7 +85,7 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
     Raises:
         ConfigError: a key or value under ``trainer`` or ``run`` that Lightning refuses, or more devices than there are.
     """
-    _check_keys(config)
+    check_trainer_arguments(config)
     _check_devices(config)
     bar = _is_terminal()
     defaults: dict[str, Any] = {
@@ -118,15 +118,6 @@ def _is_terminal() -> bool:
     """Whether somebody watches who can make use of a bar. Lightning draws it on stdout."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and stream.isatty()]
     return len(streams) == 2 and os.environ.get("TERM") != "dumb"
-
-
-def _check_keys(config: Config) -> None:
-    known = inspect.signature(pl.Trainer).parameters
-    for name in config.trainer:
-        if name not in known:
-            key, close = f"trainer.{name}", difflib.get_close_matches(name, known, n=1)
-            do = f"write {close[0]}" if close else "see lightning.pytorch.Trainer for its arguments"
-            raise fault(key, first_origin(key, config.origins), "Lightning's Trainer takes no such argument", do)
 
 
 def _check_devices(config: Config) -> None:
