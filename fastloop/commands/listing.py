@@ -43,9 +43,10 @@ def list_rungs(name: str | None) -> Answer:
         )
     if name not in ladder:
         near = find_nearest(name, ladder)
+        yet = "this version does not have it yet; " if name in Ladder.coming else ""
         raise ConfigError(
             got=f"rung {name!r}",
-            why=f"{'this version does not have it yet; ' if name in Ladder.coming else ''}the rungs are {', '.join(ladder)}",
+            why=f"{yet}the rungs are {', '.join(ladder)}",
             do=f"write {near}" if near else "write one of them",
         )
     rung = ladder[name]
