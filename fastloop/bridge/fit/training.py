@@ -31,7 +31,7 @@ from fastloop.config.loading import Config
 from fastloop.config.schema import fault, first_origin
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.records import store
-from fastloop.records.secrets import mask
+from fastloop.records.secrets import Scrubber, make_scrubber
 from fastloop.records.store import is_file
 
 _HINTS = (
@@ -69,9 +69,13 @@ class ProgressLines(Callback):
 class RunLogger(CSVLogger):
     """Logged values and hyperparameters as files of the run directory, secrets masked."""
 
+    def __init__(self, out: Path, hide: Scrubber) -> None:
+        super().__init__(out, name="", version="")
+        self._hide = hide
+
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
         given = vars(params) if isinstance(params, Namespace) else params or {}
-        super().log_hyperparams(mask({name: _as_mapping(value) for name, value in given.items()}))
+        super().log_hyperparams(self._hide.scrub({name: _as_mapping(value) for name, value in given.items()}))
 
 
 def _as_mapping(value: Any) -> Any:
@@ -92,7 +96,7 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
         "max_epochs": -1,
         "num_sanity_val_steps": 0,
         "default_root_dir": out,
-        "logger": RunLogger(out, name="", version="") if out is not None else False,
+        "logger": RunLogger(out, make_scrubber(config.values)) if out is not None else False,
         "enable_progress_bar": bar,
         "enable_model_summary": bar,
     }

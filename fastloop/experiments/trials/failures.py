@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
-from fastloop.records.secrets import Scrubber
+from fastloop.records.secrets import make_scrubber
 from fastloop.records.trial import Trial
 
 
@@ -42,7 +42,7 @@ def first_rank() -> bool:
 @contextlib.contextmanager
 def explained(config: Config, where: Path) -> Iterator[None]:
     """End a training that raised or was stopped with what happened and where the part before it is; no secret in it."""
-    hide = Scrubber(config.values).text
+    hide = make_scrubber(config.values).text
     report = where / "report.md"
     before = _written(report)
 
