@@ -100,6 +100,7 @@ def test_the_yaml_keys_and_their_defaults() -> None:
         "watch": dataclasses.asdict(WatchSettings()),
         "rungs": dataclasses.asdict(Ladder()),
         "strict": config.strict,
+        "rehearsal": config.rehearsal,
     } == KEYS
     assert config.values == {**KEYS, "recipe": {}, "trainer": {}}
     assert list(config.values["rungs"]) == list(KEYS["rungs"]), "the order of the ladder is the order of planning"
