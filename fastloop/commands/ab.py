@@ -23,7 +23,7 @@ from fastloop.experiments.ab.experiment import Experiment, Settings, Side, Unpla
 from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
 from fastloop.experiments.ab.sides import sides_of
-from fastloop.experiments.trials.failures import Failed, failed, writing
+from fastloop.experiments.trials.failures import Failed, advise, failed, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
@@ -172,6 +172,7 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
             trial.tail
             if trial.code == 2 and trial.tail
             else f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare: {trial.cause}"
+            f"{advise(trial, experiment.place)}"
         )
         failure = Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
         attach(failure, result)

@@ -189,7 +189,9 @@ def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Fai
     """What to end with where the training as it is, or with the stack reached so far, does not run."""
     trial = base.result.trial
     recorder.stopped = f"failed: {base.result.cause or 'the run was too short to measure a rate'}"
-    ended = Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial)
+    ended = (
+        Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial, recorder.place)
+    )
     with contextlib.suppress(Exception):  # it must not hide what happened
         attach(ended, recorder.write())
     if trial is not None and trial.code == 2 and recorder.new and not climb.rows:

@@ -33,7 +33,7 @@ TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
 NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """What a trial writes into its directory beside the files of a run."""
 UNWRITTEN = "checkpoints outside of the run directories were left alone: the time of writing them is missing"
-PER_RANK = ("ledger*.json", "gradients*.pt")
+PER_RANK = ("ledger*.json", "gradients*.pt", f"{supervise.BEAT}.*")
 
 _NOT_FOR_CHILDREN = (
     "FASTLOOP_",
@@ -200,7 +200,8 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_its_words(cause: str, tail: str) -> str:
-    """The cause, or what the child's own error said of it: got X: why."""
+    """The cause, or what the child's own error said of it: got X: why; said once that it failed."""
+    cause = cause.replace("fastloop: the run failed: ", "", 1)
     said = tail.rpartition("fastloop: got ")[2].splitlines()
     if not cause.startswith("exit code") or len(said) < 2 or not said[1].startswith("  why "):
         return cause

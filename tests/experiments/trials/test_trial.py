@@ -66,7 +66,7 @@ def test_a_training_that_raised_and_no_secret_in_what_is_said(tmp_path: Path) ->
         "arm", net("recipe.at=25", "run.max_steps=50", "recipe.does=raise", f"recipe.api_key={SECRET}"), tmp_path
     )
     assert not found.ok and found.code == 1 and found.cause is not None and found.samples_per_s is None
-    assert found.cause.startswith("exit code 1 at step 25: fastloop: the run failed: ValueError: no luck with the key")
+    assert found.cause.startswith("exit code 1 at step 25: ValueError: no luck with the key")
     assert "ValueError" in found.tail and found.measurement is not None and found.measurement.partial is True
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert finished(tmp_path) is None
