@@ -27,15 +27,15 @@ class DeviceFeed(LazyLoader):
         depth: batches kept on the device ahead of the one handed out.
         device: where batches go. On the CPU the feed only looks ahead (for tests).
         stage: moves one batch to the device, running the user's transfer hooks; called on the side stream.
-        keeps_iterator: see LazyLoader.
+        start: how the loader is started, see LazyLoader.
     """
 
     _OWN = LazyLoader._OWN | {"depth", "device", "stage", "retired", "stream", "seen"}
 
     def __init__(
-        self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], keeps_iterator: bool = False
+        self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], **start: Any
     ) -> None:
-        super().__init__(inner, keeps_iterator=keeps_iterator)
+        super().__init__(inner, **start)
         self.depth, self.device, self.stage = depth, device, stage
         self.retired = False
         """Hands batches through as they are, from its next start on."""

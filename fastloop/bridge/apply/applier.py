@@ -89,7 +89,7 @@ class Applier:
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
-                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up)
+                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up, warn=self.warn)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
