@@ -15,6 +15,7 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.fail_open import let_through
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
@@ -55,6 +56,7 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts)
@@ -94,6 +96,7 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             reason = _describe(error)
         self.plan, self.loaders, self.micro, undos = before
         self._undo_down_to(undos)
@@ -144,6 +147,7 @@ class Applier:
             try:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
+                let_through(error)
                 found = {"unreadable": _describe(error)}
             self._evidence.setdefault(rung, {}).update(found)
         return self._evidence
@@ -194,6 +198,7 @@ class Applier:
                 try:
                     applied = action.do(self._site)
                 except Exception as error:
+                    let_through(error)
                     self._skip(step, _describe(error))
                 else:
                     self._undos.append((step.rung, applied.undo))

@@ -170,6 +170,8 @@ class TrainLoaders:
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.find_original(loader) for loader in combined.flattened]
+        # They know us too, and a circle would keep their workers alive until the garbage collector comes by.
+        self._originals, self._before_reload = {}, {}
 
 
 def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:
