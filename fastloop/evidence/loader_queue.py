@@ -1,5 +1,4 @@
-"""How far behind a loader's queue is, which of its workers live, and how many fit. Reads torch's own fields, each
-behind a test."""
+"""How far behind a loader's queue is and which of its workers live. Reads torch's own fields, each behind a test."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_SHARE_OF_ROOM = 0.75
-"""Of the free shared memory; the rest stays for the user's other loaders and for batches that come out larger."""
 _DEATH_S = 2.0
 """How long a connection may be seen to break before the process at its other end is seen to be dead."""
 
@@ -47,18 +44,6 @@ def batches_ready(iterator: Any) -> int | None:
     if early is None or queued is None:
         return None if live_workers(iterator) else 0
     return early + queued
-
-
-def fit_in_shm(workers: int, prefetch_factor: int, batch_bytes: int, room_bytes: int) -> tuple[int, int] | None:
-    """The most workers, and batches ahead of each, whose batches fit into shared memory; None where no worker's do.
-
-    Beside those that workers make or have made, the batch in use lies there and the one being received.
-    """
-    held = int(_SHARE_OF_ROOM * room_bytes) // max(1, batch_bytes) - 2
-    if held < 1:
-        return None
-    fitting = min(workers, held)
-    return fitting, min(prefetch_factor, held // fitting)
 
 
 def find_awaited_worker(iterator: Any) -> Any:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.errors import FastLoopError
 from fastloop.evidence import loader_queue
+from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import tensors
 from fastloop.feeds.lazy_loader import StandIn
 from fastloop.feeds.whereabouts import Whereabouts
@@ -112,14 +113,10 @@ class _Drawn(StandIn):
         self._source: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        again, self.pending = (list(self.pending) if self.resumes else []), deque()
-        if not self.resumes:
-            self._source = iter(self.inner)
-        self.resumes = False
-        return self._draw(again)
-
-    def _draw(self, again: list[Any]) -> Iterator[Any]:
-        for indices in chain(again, self._source):
+        # Nothing happens before the first index is asked for: with workers torch calls `iter` twice, without them once.
+        self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
+        self.pending, self.resumes = deque(), False
+        for indices in self._source:
             self.pending.append(copy.copy(indices))
             yield indices
 
@@ -149,17 +146,22 @@ class TriedWorkers:
         """
         while loader.num_workers:
             source = self._begin(loader, begin)
-            for batch in self._wait_for(source):
-                fewer = self._find_fewer(loader, batch)
-                if fewer is not None:
-                    self._lighten(loader, source, *fewer)
-                if not isinstance(batch, Unsent):
-                    self._drawn.pending.popleft()
-                    yield batch
-                if fewer is not None:
-                    break
-            else:
-                return
+            try:
+                for batch in self._wait_for(source):
+                    fewer = self._find_fewer(loader, batch)
+                    if fewer is not None:
+                        _end(source)
+                        self._lighten(loader, *fewer)
+                    if not isinstance(batch, Unsent):
+                        self._drawn.pending.popleft()
+                        yield batch
+                    if fewer is not None:
+                        break
+                else:
+                    return
+            except Exception:
+                _end(source)  # not when the exception is forgotten: it holds all frames, and they the workers
+                raise
         yield from self._begin(loader, begin) if self._drawn.resumes else begin()
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
@@ -242,18 +244,22 @@ class TriedWorkers:
     def _fit(self, workers: int, ahead: int) -> tuple[int, int]:
         if self._room_bytes is None or not self._batch_bytes:
             return workers, ahead
-        return loader_queue.fit_in_shm(workers, ahead, self._batch_bytes, self._room_bytes) or (0, 0)
+        return fit_in_shm(workers, ahead, self._batch_bytes, self._room_bytes) or (0, 0)
 
-    def _lighten(self, loader: DataLoader[Any], source: Any, workers: int, ahead: int, why: str) -> None:
-        """End the workers; what they were asked for and did not deliver is made by those that come next."""
-        with contextlib.suppress(AttributeError):  # another torch: they end once nobody holds their iterator
-            source._shutdown_workers()
+    def _lighten(self, loader: DataLoader[Any], workers: int, ahead: int, why: str) -> None:
+        """What the workers were asked for and did not deliver is made by those that come next."""
         loader.__dict__["_iterator"] = None
         loader.num_workers, loader.prefetch_factor = workers, ahead or None
         if not workers:
             loader.__dict__["persistent_workers"] = False
         self._drawn.resumes = True
         self._step_down(workers, ahead, why)
+
+
+def _end(source: Any) -> None:
+    """End an iterator's workers."""
+    with contextlib.suppress(AttributeError):  # another torch: they end once nobody holds the iterator
+        source._shutdown_workers()
 
 
 def _set_timeout(iterator: Any, timeout_s: float) -> None:

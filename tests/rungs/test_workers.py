@@ -74,7 +74,7 @@ def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dic
             facts({}, shm_free_bytes=64 * 2**20),
             wants(3),
             [
-                "/dev/shm has room for 64 MiB only, and 3 workers keep up to 6 batches there: if one dies,"
+                "/dev/shm has room for 64 MiB only: fewer workers load where their batches do not fit;"
                 " give the container --shm-size=8g"
             ],
         ),

@@ -169,7 +169,8 @@ class Applier:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
-        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method)
+        others = [site.module, *site.trainer.callbacks]
+        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
