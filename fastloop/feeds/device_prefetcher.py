@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastloop.evidence import loader_queue
 from fastloop.feeds.batch_tree import is_container, rebuild, tensors
 from fastloop.feeds.lazy_loader import LazyLoader
 
@@ -63,7 +64,8 @@ class DeviceFeed(LazyLoader):
                     exhausted = True
                     break
                 except Exception as error:
-                    exhausted, failed = True, error  # the batches before it are used first, as without a feed
+                    # The batches before it are used first, as without a feed.
+                    exhausted, failed = True, self._name_death(error)
                     break
                 self._note_fetched()
                 ready.append(self._copy(batch, call))
@@ -72,6 +74,11 @@ class DeviceFeed(LazyLoader):
                     raise failed
                 return
             yield self._hand_out(ready.popleft(), call)
+
+    def _name_death(self, error: Exception) -> Exception:
+        """What the loader raised; where that is a connection that broke, the death of the worker at its end."""
+        sentence = None if self.live is None else loader_queue.find_death(self.live(), error)
+        return error if sentence is None else RuntimeError(sentence)
 
     def _note_fetched(self) -> None:
         """Called after each batch taken from the loader."""

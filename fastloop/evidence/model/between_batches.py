@@ -16,6 +16,7 @@ from fastloop.evidence.model import sample_code
 from fastloop.evidence.model.dataset import walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
+_TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
 _BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names by which a hook gets hold of the data."""
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
@@ -33,14 +34,17 @@ def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> t
     held = dict(_list_held(others))
     found: dict[str, None] = {}
     inside = {id(item) for _, item in walk(dataset)}
+    parts: tuple[str, ...] = ()
     for path, item in walk(sampler, "sampler"):
-        if id(item) in inside:
+        if id(item) in inside or path.startswith(parts):
             continue
         if isinstance(item, torch.Tensor):
             if item.requires_grad:
                 found[f"{path} is a tensor with a gradient"] = None
-        elif any(base.__name__ in ("Module", "Trainer", "Optimizer", "Callback") for base in type(item).__mro__):
+        elif any(base.__name__ in _TRAINING for base in type(item).__mro__):
             found[f"{path} is a part of the training ({type(item).__name__})"] = None
+            parts += (f"{path}.", f"{path}[")
+            continue
         if id(item) in held and _is_changeable(item):
             found[f"{path} is held by {held[id(item)]} too"] = None
         if not sample_code.is_installed(type(item)):
