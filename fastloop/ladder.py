@@ -117,7 +117,15 @@ def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]
             verdict = getattr(ladder, step.rung).verify(seen)
         else:
             verdict = Verdict(took=False, why=step.reason or "not planned")
-        verdicts.append(dataclasses.replace(verdict, rung=step.rung, parity_class=step.change.parity))
+        verdicts.append(
+            dataclasses.replace(
+                verdict,
+                rung=step.rung,
+                parity_class=step.change.parity,
+                rehearsed=step.rehearsed,
+                pays_back_after_steps=step.pays_back_after_steps,
+            )
+        )
     return tuple(verdicts)
 
 

@@ -20,7 +20,7 @@ from fastloop.feeds.compiled_calls import CompiledCall
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.plan import Action, Applied, Change, PayBack, Site, Verdict
 from fastloop.records.readings import compiles, micro_batches, on_gpu
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # accumulation would overwrite their buffers (pytorch #169545)
@@ -72,6 +72,10 @@ class Compile:
     dynamic: bool | None = None
     """Compile for changing shapes: null = only after a shape changed once."""
 
+    pay_back: PayBack = "auto"
+    """required: compile only where the rest of the run can save the time that it takes; auto = required where a
+    shipped ladder switched this rung on."""
+
     def plan(self, facts: Facts) -> Change:
         """Ask for an in-place compile of the modules that hold the work."""
         if facts.compiled_by_user:
@@ -89,7 +93,12 @@ class Compile:
         names = ", ".join([name or "the module's own forward" for name in facts.compile_targets][:4])
         action = Action(keys=("model.compile",), when="model", do=self._compile)
         return Change(
-            parity="approximate", evaluation=True, actions=(action,), notes=(f"compiles {names} at the first step",)
+            parity="approximate",
+            evaluation=True,
+            actions=(action,),
+            notes=(f"compiles {names}",),
+            rehearse="modules",
+            pay_back=self.pay_back,
         )
 
     def _compile(self, site: Site) -> Applied:

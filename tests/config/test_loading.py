@@ -27,7 +27,7 @@ def test_an_empty_file_is_all_defaults(read: Read) -> None:
     assert (config.recipe, config.trainer, config.strict, config.name) == ({}, {}, False, "my")
     assert config.recipe_file is None
     assert origins(config) == {}
-    assert list(config.values) == ["recipe", "run", "trainer", "watch", "strict", "rungs"]
+    assert list(config.values) == ["recipe", "run", "trainer", "watch", "strict", "rehearsal", "rungs"]
     assert config.values["rungs"]["overlap"] == {"enabled": False, "cap_mb": None, "sizes": [1, 2, 3], "ratio": 0.5}
 
 

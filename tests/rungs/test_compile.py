@@ -161,13 +161,13 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
         return
     change = rung.plan(Facts(**{**FACTS, **facts}))
     assert [(action.keys, action.when) for action in change.actions] == [(("model.compile",), "model")]
-    assert change.notes == ("compiles net at the first step",)
+    assert change.notes == ("compiles net",)
     assert change.parity == "approximate" and change.evaluation
 
 
 def test_the_module_itself_has_a_name_in_the_plan() -> None:
     change = Compile(enabled=True).plan(Facts(compiler="g++", compile_targets=("",)))
-    assert change.notes == ("compiles the module's own forward at the first step",)
+    assert change.notes == ("compiles the module's own forward",)
 
 
 @pytest.mark.parametrize("kind", [Own, models.Regression, Several, Many, Bare, Logging])

@@ -14,6 +14,7 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.apply.rehearsal import Terms
 from fastloop.bridge.fail_open import disabled, fail_open, hint
 from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
@@ -71,6 +72,12 @@ class FastLoop(Callback):
         self.out, self.quiet = None if out is None else Path(out), quiet
         self.hunt_syncs = False
         """Find every device synchronisation with its line, in a few steps after the timed ones; they run slower."""
+        self.say: Callable[[str], None] = _skip_line if quiet else _say_line
+        """Takes a line about what is going on."""
+        self.in_trial = False
+        """This is no real run but a trial of an experiment, which stands for a longer one."""
+        self._refused: dict[str, str] = {}
+        """Rungs that a rehearsal found not to work, and why."""
         self._forget()
         self._reset_fit()
         for name in BATCH_HOOKS:
@@ -128,6 +135,7 @@ class FastLoop(Callback):
             )
         if stage == "fit":
             self._forget()
+            self._refused.clear()
         if self.config.ladder.enabled():
             self._attach(trainer)
         if stage == "fit":
@@ -141,8 +149,16 @@ class FastLoop(Callback):
         if self._applier is not None:
             self._applier.train_start()
             self.plan = self._applier.plan
+            self._switch_hook("on_train_batch_start", self._applier.rehearsal is not None)
         if self._eyes is not None:
             self._restore += self._eyes.train_start(trainer, pl_module)
+
+    @fail_open
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._applier is not None:
+            self._applier.rehearse()
+            self.plan = self._applier.plan
+        self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.rehearsal is not None)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -151,6 +167,8 @@ class FastLoop(Callback):
         if self._first:
             self._first, self._training = False, True
             self._switch_hook("on_train_batch_end", self._eyes is not None)
+            if self._applier is not None:
+                self._applier.first_batch_done()
             self._collect_evidence(trainer)
 
     @fail_open
@@ -224,8 +242,14 @@ class FastLoop(Callback):
         """Give the Trainer's own strategy the mixed class, and it our applier."""
         owner: Any = trainer.strategy
         kind: Any = type(owner)
+        terms = Terms(by_ladder=self.config.by_ladder, weighs_costs=not self.in_trial)
         self._applier = applier = Applier(
-            self.config.ladder, strict=self.strict, warn=lambda line: rank_zero_warn(f"fastloop: {line}")
+            self.config.ladder,
+            strict=self.strict,
+            warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+            say=self.say,
+            terms=terms if self.config.rehearsal == "on" else None,
+            refused=self._refused,
         )
         if not strategy.is_mixed(owner):
             try:
@@ -272,6 +296,7 @@ class FastLoop(Callback):
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._collect_evidence(trainer)
         if self._applier is not None:
+            self._applier.end_rehearsal()
             self.plan = self._applier.plan
         if self._eyes is not None:
             self.measurement = self._eyes.measure(trainer, evidence, raised)
@@ -305,3 +330,11 @@ class FastLoop(Callback):
                 restore.pop()()
             except Exception as error:  # the others must have their turn
                 rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")
+
+
+def _say_line(line: str) -> None:
+    rank_zero_info(f"fastloop: {line}")
+
+
+def _skip_line(_line: str) -> None:
+    pass

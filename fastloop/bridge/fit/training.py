@@ -44,6 +44,12 @@ _HINTS = (
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@rank_zero_only
+def _write_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 class ProgressLines(Callback):
     """A line every few seconds, for logs and pipes, where a progress bar would be control codes."""
 
@@ -181,6 +187,7 @@ def train(
         pl.seed_everything(config.run.seed, verbose=False)
         module, data = build_recipe(config)
         loop = FastLoop.of(config, out=out, quiet=True)
+        loop.say = _write_line
         trainer = make_trainer(config, loop, out)
         resume: dict[str, Any] = {} if config.run.resume is None else {"ckpt_path": config.run.resume}
         if resume and "weights_only" in inspect.signature(trainer.fit).parameters:

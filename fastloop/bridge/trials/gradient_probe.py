@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_facts, read_precision
 from fastloop.bridge.apply.micro_batches import get_loss
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
@@ -243,7 +243,7 @@ class GradientProbe(Callback):
         self.answer |= {
             "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
             "loss": first.loss,
-            "precision": gradient_state.find_precision(trainer, trainer.lightning_module),
+            "precision": read_precision.find_precision(trainer, trainer.lightning_module),
             "device": device,
             "elements": sum(tensor.numel() for tensor in first.gradient.values()),
             "tensors": len(first.gradient),
