@@ -64,9 +64,10 @@ class CompiledCall:
         self.compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
 
     @property
-    def spent(self) -> list[str]:
-        """Why calls in training, and in evaluation, all run eagerly by now; empty while graphs serve them."""
-        return [f"{self.name}{when}: {self.budgets[key].spent}" for key, when in _WHEN if self.budgets[key].spent]
+    def spent(self) -> str:
+        """Why all calls in training run eagerly by now; empty while graphs serve them."""
+        why = self.budgets[True].spent
+        return f"{self.name}: {why}" if why else ""
 
     def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Learn from a call that the module ran itself, before anything is compiled."""
@@ -143,12 +144,11 @@ def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
         "failures": [call.failure for call in calls if call.failure],
         "eager_calls": most.eager,
         "of_calls": most.calls,
-        "spent": [line for call in calls for line in call.spent],
+        "spent": [call.spent for call in calls if call.spent],
     }
 
 
 _VERSION = operator.attrgetter("_version")
-_WHEN = ((True, ""), (False, " in evaluation"))
 
 
 class _Held:
