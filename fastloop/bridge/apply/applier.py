@@ -18,6 +18,7 @@ from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearsal import Hands, Outcome, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.feeds.batch_tree import Window
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
@@ -170,9 +171,17 @@ class Applier:
         for outcome in outcomes:
             self._settle(outcome)
 
-    def to_device(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
+    def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """A batch goes to the device; one that a feed brought there is not moved again."""
-        return move() if self._site is None else self._site.staging.finish(batch, move, dataloader_idx)
+        if self._site is None:
+            return move(batch)
+        if isinstance(batch, Window) and self.micro is not None:
+            return self.micro.take_window(self._site.staging.finish_window(batch, move, dataloader_idx))
+        return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
+
+    def find_whole(self, batch: Any) -> Any:
+        """All batches of an accumulation window, where Lightning sees only one of them; else the batch itself."""
+        return batch if self.micro is None else self.micro.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One training_step of the module, in one piece or several."""
@@ -182,7 +191,8 @@ class Applier:
         step = site.take_notes(step)
         if self._late_conversions and args:
             for convert in self._late_conversions:
-                args = (convert(args[0]), *args[1:])
+                batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
+                args = (batch, *args[1:])
             self._late_conversions = []
         if self.micro is None or not args:
             return step(*args, **kwargs)
@@ -250,7 +260,8 @@ class Applier:
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            self.micro = MicroBatches(samples, rung=rung, strict=self.strict)
+            compares = not changed.wants.get("step.loss_is_mean")
+            self.micro = MicroBatches(samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn)
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
