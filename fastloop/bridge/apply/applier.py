@@ -17,6 +17,7 @@ from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearsal import Hands, Outcome, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.fail_open import let_through
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.feeds.batch_tree import Window
 from fastloop.ladder import Ladder, plan
@@ -79,6 +80,7 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts)
@@ -118,11 +120,12 @@ class Applier:
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
-                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up)
+                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up, warn=self.warn)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             reason = _describe(error)
         self.plan, self.loaders, self.micro, undos = before
         self._undo_down_to(undos)
@@ -218,6 +221,7 @@ class Applier:
             try:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
+                let_through(error)
                 found = {"unreadable": _describe(error)}
             self._evidence.setdefault(rung, {}).update(found)
         return self._evidence
@@ -255,7 +259,8 @@ class Applier:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
-        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method)
+        others = [site.module, *site.trainer.callbacks]
+        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
@@ -285,6 +290,7 @@ class Applier:
                 try:
                     self._do(step, action)
                 except Exception as error:
+                    let_through(error)
                     self._skip(step, _describe(error))
 
     def _is_planned(self, step: Step) -> bool:

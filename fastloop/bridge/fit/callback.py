@@ -173,6 +173,16 @@ class FastLoop(Callback):
             self._collect_evidence(trainer)
 
     @fail_open
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_starts()
+
+    @fail_open
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_ends()
+
+    @fail_open
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._measure(trainer)
 
@@ -298,7 +308,8 @@ class FastLoop(Callback):
             )
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
-            self.findings = diagnose.findings(self.measurement, cards(), self.config.ladder.enabled())
+            enabled = self.config.ladder.enabled()
+            self.findings = diagnose.findings(self.measurement, cards(), enabled, self.verdicts)
 
     def _conclude(self, trainer: Any) -> None:
         self._training = False
