@@ -115,7 +115,7 @@ class Compile:
         calls = [CompiledCall(module, name, codes, **how) for name, module in modules.items()]
         for name, call in zip(modules, calls, strict=True):
             for args, kwargs in site.recorded.get(name, ()):
-                call.note_shapes(args, kwargs)
+                call.note_shapes(args, kwargs, site.changed_sizes)
             call.module._compiled_call_impl = call
 
         def undo() -> None:

@@ -56,6 +56,14 @@ def test_what_varies_is_seen() -> None:
     assert merged == {"ids": [0, 1], "pieces": [0], "other": [2]}
 
 
+def test_what_became_of_a_batchs_sizes() -> None:
+    before, after = {"ids": (32, 70), "mask": (32, 70), "y": (32,)}, {"ids": (32, 91), "mask": (32, 91), "y": (32,)}
+    assert call_shapes.find_changes(before, after) == {70: 91}
+    assert call_shapes.find_changes(before, before) == {}
+    assert call_shapes.find_changes({"ids": (32, 32)}, {"ids": (32, 40)}) == {}, "which of them changed is not known"
+    assert call_shapes.find_changes({"x": (3,), "gone": (4,)}, {"x": (3, 1), "new": (5,)}) == {}
+
+
 def test_what_a_graph_fits() -> None:
     fits = Fitting({"x": (4, 7), "y": (4,)}, {"x": frozenset({1}), "gone": frozenset({0})})
     assert fits({"y": (4,), "x": (4, 9)})

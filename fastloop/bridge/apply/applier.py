@@ -20,6 +20,7 @@ from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.fail_open import let_through
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
@@ -51,6 +52,7 @@ class Applier:
         self.refused = {} if refused is None else refused
         self.rehearsal: Rehearsal | None = None
         """Still to come, or going on."""
+        self._first_sizes: Sizes = {}
         self.rehearsal_s = 0.0
         """Spent on rehearsals, first calls aside."""
         self._held: frozenset[str] = frozenset()
@@ -147,15 +149,19 @@ class Applier:
             hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
-    def first_batch_done(self) -> None:
+    def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained as the user wrote it."""
         if self.rehearsal is not None:
             self.rehearsal.stop_recording()
+            self._first_sizes = read_sizes([batch], {})
 
-    def rehearse(self) -> None:
-        """Between two steps: try the rungs that wait for it, once the first step is done."""
+    def rehearse(self, batch: Any) -> None:
+        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done."""
         rehearsal, site = self.rehearsal, self._site
-        if rehearsal is None or site is None or not rehearsal.is_due():
+        if rehearsal is None or site is None:
+            return
+        site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
+        if not rehearsal.is_due():
             return
         conversions = list(site.staging.conversions)
         self.rehearsal = None
