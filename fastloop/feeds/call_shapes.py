@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, to
                     found[way] = value
             elif not isinstance(value, _CLOSED) and id(value) not in seen and len(seen) < MEMBERS:
                 seen.add(id(value))
-                inside += ((f"{way}.{key}", member) for key, member in _open(value))
+                inside += ((f"{way}.{key}", member) for key, member in islice(_open(value), MEMBERS))
         if not inside:
             break
         level = inside

@@ -43,6 +43,8 @@ def test_modules_and_what_is_far_away_are_no_arguments() -> None:
     for _ in range(call_shapes.DEPTH):
         far = [far]
     assert call_shapes.find_tensors((layer, SimpleNamespace(layer=layer), far), {}) == {}
+    many = [0] * call_shapes.MEMBERS
+    assert list(call_shapes.find_tensors(([torch.zeros(2), *many, torch.zeros(2)],), {})) == ["args[0].0"]
     assert call_shapes.find_tensors((torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),), {}) == {}
 
 
