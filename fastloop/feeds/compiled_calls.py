@@ -64,20 +64,30 @@ class CompiledCall:
         self.compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
 
     @property
-    def spent(self) -> list[str]:
-        """Why calls in training, and in evaluation, all run eagerly by now; empty while graphs serve them."""
-        return [f"{self.name}{when}: {self.budgets[key].spent}" for key, when in _WHEN if self.budgets[key].spent]
+    def spent(self) -> str:
+        """Why all calls in training run eagerly by now; empty while graphs serve them."""
+        why = self.budgets[True].spent
+        return f"{self.name}: {why}" if why else ""
 
-    def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Learn from a call that the module ran itself, before anything is compiled."""
-        self._note(_read_sizes(call_shapes.find_tensors(args, kwargs)))
+    def note_shapes(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Iterable[Mapping[int, int]] = ()
+    ) -> None:
+        """Learn from a call that the module ran itself, before anything is compiled.
+
+        Args:
+            changes: what sizes of its batch are in other batches: the module's arguments are then taken to follow.
+        """
+        sizes = call_shapes.read_sizes(args, kwargs)
+        self._note(sizes)
+        for became in changes:
+            self._note({way: tuple(became.get(size, size) for size in shape) for way, shape in sizes.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.budgets[self.module.training]
         if is_compiling() or budget.spent:
             return self.module._call_impl(*args, **kwargs)
         tensors = call_shapes.find_tensors(args, kwargs)
-        sizes = _read_sizes(tensors)
+        sizes: Sizes = {way: tensor.shape for way, tensor in tensors.items()}
         is_new = not budget.fits(sizes)
         # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
         is_again = torch._C._current_graph_task_id() >= 0
@@ -143,12 +153,11 @@ def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
         "failures": [call.failure for call in calls if call.failure],
         "eager_calls": most.eager,
         "of_calls": most.calls,
-        "spent": [line for call in calls for line in call.spent],
+        "spent": [call.spent for call in calls if call.spent],
     }
 
 
 _VERSION = operator.attrgetter("_version")
-_WHEN = ((True, ""), (False, " in evaluation"))
 
 
 class _Held:
@@ -183,10 +192,6 @@ def _count_changes(tensors: Iterable[torch.Tensor]) -> int:
         return sum(map(_VERSION, tensors))
     except RuntimeError:
         return -1
-
-
-def _read_sizes(tensors: Mapping[str, torch.Tensor]) -> Sizes:
-    return {way: tensor.shape for way, tensor in tensors.items()}
 
 
 def _backward_at_once() -> Any:

@@ -129,7 +129,7 @@ def test_lengths_noted_before_the_first_compile_have_one_graph() -> None:
 
 def test_a_hundred_lengths_that_nobody_noted_have_two_graphs() -> None:
     call = agree(Net(), [((batch(length),), {}) for length in LENGTHS])
-    assert (call.graphs, call.budgets[True].eager, call.spent) == (2, call_shapes.LEARN, [])
+    assert (call.graphs, call.budgets[True].eager, call.spent) == (2, call_shapes.LEARN, "")
 
 
 def test_without_the_limit_there_are_more_graphs() -> None:
@@ -243,7 +243,7 @@ def test_what_recompiles_for_ever_ends_in_eager() -> None:
     for _ in range(30):
         torch.testing.assert_close(module(batch(7)), plain(batch(7)))
     assert call.graphs == call_shapes.GRAPHS and module.step == 30
-    assert call.spent == ["net: none of 2 graphs fitted 10 of the last 10 calls"]
+    assert call.spent == "net: none of 2 graphs fitted 10 of the last 10 calls"
     assert call.budgets[True].calls == call_shapes.GRAPHS + call_shapes.ENOUGH
 
 
