@@ -84,6 +84,10 @@ class Rehearsal:
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
         self._without_dropout = Played()
 
+    def note_batch(self, batch: Any) -> None:
+        """The first batch is about to be trained on."""
+        self._recorder.note_batch(batch)
+
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
         self._recorder.stop()
