@@ -56,6 +56,7 @@ def tried(
         room_bytes=room_bytes,
         step_down=lambda *given: steps.down.append(given),
         warn=steps.warned.append,
+        turn_off="rungs.loads.enabled: false",
     ).batches
     return LazyLoader(loader, epochs=epochs), steps
 
@@ -230,7 +231,7 @@ SMALL_SHM = """
         down = []
         loader = DataLoader(Heavy(), 2, num_workers=2, collate_fn=collate, timeout=15 * (sys.argv[1] == "plain"))
         room = shm_free_bytes() if sys.argv[1] == "known" else None
-        tried = TriedWorkers(room_bytes=room, step_down=lambda *a: down.append(a[0]), warn=print)
+        tried = TriedWorkers(room_bytes=room, step_down=lambda *a: down.append(a[0]), warn=print, turn_off="")
         source = loader if sys.argv[1] == "plain" else LazyLoader(loader, epochs=tried.batches)
         print([float(batch[0, 0]) for batch in source], down[-1])
 """
@@ -282,7 +283,7 @@ def test_a_hung_worker_ends_the_epoch_with_its_line(start: str | None, monkeypat
     inner, outer = place_of(Hangs.wait, 1), place_of(Hangs.__getitem__, 1)
     for said in (raised.value.got, *steps.warned):
         assert f"is in __getitem__ at {outer}, which is at {inner} in wait" in said
-    assert len(steps.warned) == 1 and "rungs.workers.enabled: false" in raised.value.do
+    assert len(steps.warned) == 1 and "rungs.loads.enabled: false" in raised.value.do
 
 
 def test_a_slow_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
