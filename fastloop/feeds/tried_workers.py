@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import tensors
@@ -65,6 +65,7 @@ def _open(content: bytes) -> Any:
     except (OSError, EOFError):  # the worker is gone, and what it shared with it
         raise
     except Exception as error:
+        let_through(error)
         return Unsent(f"what workers send cannot be put together again: {_describe(error)}", False)
 
 
@@ -86,6 +87,7 @@ class _Send:
         try:
             return _Parcel(bytes(ForkingPickler.dumps(batch)))
         except Exception as error:
+            let_through(error)
             if _is_full(error):
                 return Unsent(_describe(error), True)
             return Unsent(f"workers cannot send what the loader's batches are made of: {_describe(error)}", False)

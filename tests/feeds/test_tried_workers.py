@@ -320,7 +320,34 @@ def test_the_death_of_a_worker_is_told_in_torchs_words(hears: bool) -> None:
 
 
 class Broken(Exception):
-    """What a dataset raises."""
+    """What a dataset raises, or a handler of the user's."""
+
+
+class Signals:
+    """While it is put together again, a signal comes."""
+
+    def __reduce__(self) -> Any:
+        return _signal, ()
+
+
+def _signal() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def raise_broken(number: int, frame: Any) -> None:
+    raise Broken("from a handler")
+
+
+def test_what_a_handler_raises_while_a_batch_comes_in_is_no_fault_of_the_batch() -> None:
+    """torch's for SIGCHLD, say, when a worker was killed."""
+    loader, steps = tried(lambda samples: (torch.stack(samples), Signals()), num_workers=1)
+    before = signal.signal(signal.SIGUSR1, raise_broken)
+    try:
+        with pytest.raises(Broken, match="from a handler"):
+            list(loader)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert steps.down == []
 
 
 class Breaks(Numbers):

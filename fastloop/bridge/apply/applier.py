@@ -17,8 +17,7 @@ from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearsal import Hands, Outcome, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.fail_open import let_through
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
