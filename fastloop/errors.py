@@ -58,8 +58,8 @@ def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | 
 def let_through(error: BaseException) -> None:
     """Raise what a signal's handler raised, where that is what `error` is or came from; it is not ours to swallow.
 
-    Python runs a handler wherever the main thread is, so inside our hooks and feeds too. torch's for SIGCHLD raises that
-    a worker of the loader was killed, and says so once only; handlers of the user's raise what they like.
+    Python runs a handler wherever the main thread is, so inside our hooks and feeds too. torch's for SIGCHLD raises
+    that a worker of the loader was killed, and says so once only; handlers of the user's raise what they like.
     """
     seen: set[int] = set()
     found: BaseException | None = error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 from fastloop.errors import FastLoopError, let_through
@@ -50,13 +51,14 @@ def fail_open(hook: Hook) -> Hook:
 # -- exceptions whose text leaves the user guessing, explained in one line ---------------------------------------------
 
 
-def hint(exception: BaseException, module: Any) -> str | None:
-    """One line that adds what the exception does not say; None where we know nothing better."""
+def hint(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
+    """One line that adds what the exception, in a run with these rungs, does not say; None: we know nothing better."""
     text = str(exception)
     if "did not receive grad for rank" in text:
         return _unused_parameters(text, module)
-    explained = {part: line for card in cards().values() for part, line in card.explains.items()}
-    return next((line for part, line in explained.items() if part in text), None)
+    explained = {part: line for rung in rungs for part, line in cards()[rung].explains.items()}
+    places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    return next((line for part, line in explained.items() if any(part in each for each in (text, *places))), None)
 
 
 def _unused_parameters(text: str, module: Any) -> str | None:

@@ -60,7 +60,11 @@ class Site(Protocol):
 
     @property
     def recorded(self) -> Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]]:
-        """Arguments, by module name, of calls in the first step and of those known to come; empty before it."""
+        """Arguments, by module name, of calls in the first step; empty before it."""
+
+    @property
+    def changed_sizes(self) -> Sequence[Mapping[int, int]]:
+        """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
@@ -199,3 +203,5 @@ class Finding:
     """Further lines: the evidence behind the reason, and what makes the figures doubtful."""
     title: str = ""
     """Headline in capitals, filled by ``diagnose``."""
+    alarm: str = ""
+    """What the first line of a summary says beside the headline: figures that must not be overlooked."""

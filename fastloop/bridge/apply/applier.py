@@ -15,9 +15,13 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
-from fastloop.bridge.apply.rehearsal import Hands, Outcome, Rehearsal, Terms
+from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
+from fastloop.evidence.clock.one_time import OneTime
+from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
+from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
@@ -33,6 +37,7 @@ class Applier:
         say: takes one line on what is going on.
         terms: on which rungs are rehearsed; None: they apply at once, untried.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
+        one_time: the ledger of costs that are none of a step's.
     """
 
     def __init__(
@@ -44,13 +49,13 @@ class Applier:
         say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
         refused: dict[str, str] | None = None,
+        one_time: OneTime | None = None,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
-        self.refused = {} if refused is None else refused
+        self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
         self.rehearsal: Rehearsal | None = None
         """Still to come, or going on."""
-        self.rehearsal_s = 0.0
-        """Spent on rehearsals, first calls aside."""
+        self._first_sizes: Sizes = {}
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
         self._late_conversions: list[Callable[[Any], Any]] = []
@@ -145,36 +150,49 @@ class Applier:
             hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
-    def first_batch_done(self) -> None:
+    def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained as the user wrote it."""
         if self.rehearsal is not None:
             self.rehearsal.stop_recording()
+            self._first_sizes = read_sizes([batch], {})
 
-    def rehearse(self) -> None:
-        """Between two steps: try the rungs that wait for it, once the first step is done."""
+    def rehearse(self, batch: Any) -> None:
+        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done."""
         rehearsal, site = self.rehearsal, self._site
-        if rehearsal is None or site is None or not rehearsal.is_due():
+        if rehearsal is None or site is None:
+            return
+        site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
+        if not rehearsal.is_due():
             return
         conversions = list(site.staging.conversions)
         self.rehearsal = None
         try:
-            outcomes = rehearsal.run()
+            with self.one_time.span("rehearsal"):
+                outcomes = rehearsal.run()
         except FastLoopError:
             raise
         except Exception as error:  # ours: none of the user's code runs outside of what the rehearsal catches
+            let_through(error)
             self.warn(f"the rehearsal failed, and its rungs are off: {_describe(error)}")
             outcomes = [Outcome(rung=rung, fault=f"the rehearsal failed: {_describe(error)}") for rung in self._held]
             for step in rehearsal.steps:
                 self._unapply_step(step)
-        self.rehearsal_s = rehearsal.seconds - rehearsal.first_call_s
         self._held = frozenset()
         self._late_conversions = [each for each in site.staging.conversions if each not in conversions]
         for outcome in outcomes:
             self._settle(outcome)
 
-    def to_device(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
+    def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """A batch goes to the device; one that a feed brought there is not moved again."""
-        return move() if self._site is None else self._site.staging.finish(batch, move, dataloader_idx)
+        if self._site is None:
+            return move(batch)
+        if isinstance(batch, Window) and self.micro is not None:
+            return self.micro.take_window(self._site.staging.finish_window(batch, move, dataloader_idx))
+        return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
+
+    def find_whole(self, batch: Any) -> Any:
+        """All batches of an accumulation window, where Lightning sees only one of them; else the batch itself."""
+        return batch if self.micro is None else self.micro.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One training_step of the module, in one piece or several."""
@@ -184,7 +202,8 @@ class Applier:
         step = site.take_notes(step)
         if self._late_conversions and args:
             for convert in self._late_conversions:
-                args = (convert(args[0]), *args[1:])
+                batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
+                args = (batch, *args[1:])
             self._late_conversions = []
         if self.micro is None or not args:
             return step(*args, **kwargs)
@@ -254,7 +273,8 @@ class Applier:
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            self.micro = MicroBatches(samples, rung=rung, strict=self.strict)
+            compares = not changed.wants.get("step.loss_is_mean")
+            self.micro = MicroBatches(samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn)
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:

@@ -15,6 +15,7 @@ from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.tried_workers import TriedWorkers
+from fastloop.feeds.window_batches import WindowDataset, hand_through
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Undo
 
@@ -80,7 +81,7 @@ class TrainLoaders:
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or "feed.depth" in plan.wants
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
-            settings["batch_sampler"] = self._merge_windows(loader, window)
+            settings |= self._merge_windows(loader, window, facts)
         elif reads_ahead and (stand_in := bound_batches(loader)) is not None:
             settings["batch_sampler"] = stand_in
         changed = clone(loader, settings) if settings else loader
@@ -136,10 +137,13 @@ class TrainLoaders:
                 " batches of all loaders at once",
             )
 
-    def _merge_windows(self, loader: DataLoader[Any], window: int) -> WindowSampler:
+    def _merge_windows(self, loader: DataLoader[Any], window: int, facts: Facts) -> dict[str, Any]:
         if self._merge is None:
             self._merge = Merge(self.trainer, window, undo=self._undo)
-        return self._merge.make_sampler(loader)
+        if facts.transfer_hooks:  # they get the user's batches too, and what they make of them is concatenated
+            self._undo("loader.window", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
+        data = WindowDataset(loader.dataset, loader.collate_fn, concatenates=not facts.transfer_hooks)
+        return {"batch_sampler": self._merge.make_sampler(loader), "dataset": data, "collate_fn": hand_through}
 
     def train_start(self) -> None:
         """Optimizers, schedulers and restored counters are there."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.untouched import untouched
 from fastloop.errors import NotApplicable
@@ -30,6 +31,8 @@ class Call:
     kwargs: Mapping[str, Any]
     grad: bool
     """Whether a backward pass may follow."""
+    trained: tuple[bool, ...]
+    """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
 
 
 class CallRecorder:
@@ -59,7 +62,8 @@ class CallRecorder:
             if not module.training or sum(call.name == name for call in self.calls) >= MOST_CALLS:
                 return
             try:
-                self.calls.append(Call(name, copy_value(args), copy_value(kwargs), torch.is_grad_enabled()))
+                trained = tuple(parameter.requires_grad for parameter in module.parameters())
+                self.calls.append(Call(name, copy_value(args), copy_value(kwargs), torch.is_grad_enabled(), trained))
             except Exception as error:  # whatever a user's own type raises when it is copied
                 self.problem = (
                     f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
@@ -124,11 +128,16 @@ class Player:
         self._random = torch.Generator(device=device)
         self.modules = [module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
 
-    def play(self, *, seed: int | None = None) -> Played:
+    def has_dropout(self) -> bool:
+        """Whether `play` without dropout is another one."""
+        return any(isinstance(each, _DropoutNd) and each.p > 0 for module in self.modules for each in module.modules())
+
+    def play(self, *, seed: int | None = None, dropout: bool = True) -> Played:
         """All calls, forward and backward; everything is afterwards as it was.
 
         Args:
             seed: of the random streams, in place of where they are.
+            dropout: False: without it, so that two plays can be compared whatever random numbers they draw.
 
         Raises:
             Exception: whatever the modules raise.
@@ -137,6 +146,9 @@ class Player:
         with untouched(*self.modules), torch.enable_grad(), self._without_tensor_hooks():
             if seed is not None:
                 torch.manual_seed(seed)
+            if not dropout:
+                for each in (each for module in self.modules for each in module.modules()):
+                    each.training = each.training and not isinstance(each, _DropoutNd)
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             for index, call in enumerate(self.calls):
                 args, kwargs = self._convert(copy_value(call.args)), self._convert(copy_value(dict(call.kwargs)))
@@ -149,13 +161,17 @@ class Player:
 
     def _play_one(self, index: int, call: Call, args: Any, kwargs: Any, played: Played) -> None:
         module = self.module.get_submodule(call.name)
-        with self._context(), torch.set_grad_enabled(call.grad):
-            output = module(*args, **kwargs)
+        with _toggled(module, call.trained):
+            with self._context(), torch.set_grad_enabled(call.grad):
+                output = module(*args, **kwargs)
+            self._finish_one(index, call, module, (args, kwargs), output, played)
+
+    def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: Played) -> None:
         found = [each for each in _find_tensors(output) if each.is_floating_point()]
         if not found:
             raise NotApplicable(f"{call.name or 'the module'} returns no tensor that could be compared")
         if live := [(place, each) for place, each in enumerate(found) if each.requires_grad]:
-            self._run_backward(index, call, module, (args, kwargs), live, played)
+            self._run_backward(index, call, module, inputs, live, played)
         played.outputs += [each.detach() for each in found]
 
     def _run_backward(self, index: int, call: Call, module: Any, inputs: Any, live: Any, played: Played) -> None:
@@ -182,7 +198,9 @@ class Player:
             self._random.manual_seed(index * 1000 + place)
             made = torch.randn(output.shape, generator=self._random, device=output.device)
             self._cotangents[key] = made if output.dim() else torch.ones_like(made)
-        return self._cotangents[key].to(output.dtype)
+        if (usual := self._cotangents[key]).shape != output.shape:
+            raise ValueError(f"an output has another shape: {tuple(output.shape)} in place of {tuple(usual.shape)}")
+        return usual.to(output.dtype)
 
     @contextlib.contextmanager
     def _without_tensor_hooks(self) -> Iterator[None]:
@@ -224,6 +242,19 @@ class Player:
             torch.cuda.synchronize(self.device)
 
 
+@contextlib.contextmanager
+def _toggled(module: torch.nn.Module, trained: Sequence[bool]) -> Iterator[None]:
+    """The parameters want gradients as they did in the call."""
+    before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    for (parameter, _), wanted in zip(before, trained, strict=True):
+        parameter.requires_grad_(wanted)
+    try:
+        yield
+    finally:
+        for parameter, wanted in before:
+            parameter.requires_grad_(wanted)
+
+
 def _find_tensors(output: Any) -> Iterator[torch.Tensor]:
     """Those of an output; of an object that is no container, its attributes'."""
     found = list(tensors(output))
@@ -236,11 +267,11 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
     """How far the second is from the first.
 
     Raises:
-        NotApplicable: they have other outputs, or outputs of other shapes.
+        ValueError: they have other outputs, or outputs of other shapes.
     """
     shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
     if shapes[0] != shapes[1]:
-        raise NotApplicable(f"the outputs have other shapes: {shapes[1]} in place of {shapes[0]}")
+        raise ValueError(f"the outputs have other shapes: {shapes[1]} in place of {shapes[0]}")
     names = unchanged.gradients.keys() | changed.gradients.keys()
     pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
     outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
