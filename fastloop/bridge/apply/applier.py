@@ -17,8 +17,7 @@ from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.fail_open import let_through
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes

@@ -22,9 +22,8 @@ from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, m
 from fastloop.bridge.apply.remembered import Remembered
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
-from fastloop.bridge.fail_open import let_through
 from fastloop.bridge.watch.session import count_planned_steps
-from fastloop.errors import FastLoopError, NotApplicable
+from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
