@@ -214,13 +214,13 @@ def loss_gate(
         bitwise: this machine repeats itself bit for bit in the mode these runs had (the CPU does; CUDA with kernels
             that add up in any order does not). An `exact` arm then has to have the same losses, not just close ones.
     """
-    for number, (left, right) in enumerate(zip(base, arm, strict=True), start=1):
+    for number, (left, right) in enumerate(zip(base, arm, strict=True)):
         steps = [_first_wrong(losses) for losses in (left, right)]
         if steps[1] is not None and steps[0] is None:
             return _gate(
                 "loss",
                 False,
-                f"the loss is not finite from optimizer step {steps[1]} of run {number} on",
+                f"the loss is not finite from optimizer step {steps[1]} of run-{number} on",
                 detail={"step": steps[1]},
             )
         if steps[0] is not None:

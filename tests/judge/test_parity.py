@@ -228,7 +228,7 @@ def test_a_loss_that_is_no_number_fails_unless_the_base_has_it_too(bad: float | 
     broken: Any = curves(3)
     broken[1][41] = bad
     gate = loss_gate(curves(3), broken)
-    assert gate.passed is False and gate.detail == {"step": 42} and "step 42 of run 2" in gate.why
+    assert gate.passed is False and gate.detail == {"step": 42} and "step 42 of run-1" in gate.why
     gate = loss_gate(broken, broken)
     assert gate.passed is None and "base's own" in gate.why
 
