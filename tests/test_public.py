@@ -20,6 +20,7 @@ NAMES = ["ConfigError", "FastLoop", "FastLoopError", "Finding", "Ladder", "Measu
 
 KEYS: dict[str, Any] = {
     "strict": False,
+    "rehearsal": "on",
     "run": {"max_steps": 200, "seed": 0, "devices": 1, "accelerator": "auto", "resume": None},
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
@@ -27,7 +28,7 @@ KEYS: dict[str, Any] = {
             "enabled": False,
             "count": "auto",
             "prefetch_factor": 2,
-            "persistent": False,
+            "persistent": "auto",
             "start_method": "auto",
         },
         "pin": {"enabled": False},
@@ -99,6 +100,7 @@ def test_the_yaml_keys_and_their_defaults() -> None:
         "watch": dataclasses.asdict(WatchSettings()),
         "rungs": dataclasses.asdict(Ladder()),
         "strict": config.strict,
+        "rehearsal": config.rehearsal,
     } == KEYS
     assert config.values == {**KEYS, "recipe": {}, "trainer": {}}
     assert list(config.values["rungs"]) == list(KEYS["rungs"]), "the order of the ladder is the order of planning"

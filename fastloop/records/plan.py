@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,6 +20,9 @@ Moment = Literal["model", "before_wrap", "wrapped", "train_start"]
 """When an action runs: model = built and restored, not yet wrapped; before_wrap = DDP is about to wrap it, and its
 settings can still be changed; wrapped = DDP has wrapped it; train_start = optimizers exist and hold their restored
 state."""
+
+PayBack = Literal["auto", "required", "ignore"]
+"""auto: required where a shipped ladder switched the rung on, ignored where the user did."""
 
 Undo = Callable[[], None]
 """Puts a change back; harmless when called twice."""
@@ -54,6 +57,14 @@ class Site(Protocol):
 
     def convert_inputs(self, convert: Callable[[Any], Any]) -> Undo:
         """Let `convert` change every batch that has come to the device, of training and evaluation."""
+
+    @property
+    def recorded(self) -> Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]]:
+        """Arguments, by module name, of calls in the first step; empty before it."""
+
+    @property
+    def changed_sizes(self) -> Sequence[Mapping[int, int]]:
+        """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
@@ -95,6 +106,11 @@ class Change:
     """Facts as they are for the rungs that come later."""
     evaluation: bool = False
     """Also applies in validate, test and predict, so that they compute what validation inside fit computed."""
+    rehearse: Literal["modules", "optimizers"] | None = None
+    """It changes the device's work: after the first step its actions are tried on these, and count if that ends well.
+    Until then, and through the sanity validation, none of them has run."""
+    pay_back: PayBack | None = None
+    """Whether the rest of the run has to save the one-time cost of its first call; None: there is none."""
     waits_for: str | None = None
     """What must be known before this rung can be planned; the rest of the record then says what may come."""
     may_want: tuple[str, ...] = ()
@@ -102,6 +118,18 @@ class Change:
 
 
 Status = Literal["planned", "waiting", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What trying a rung on the calls of the first step showed: forward and backward, eager beside changed."""
+
+    deviation: float | None = None
+    """Of outputs and gradients, the larger of both, relative to their norm; None where it could not be told."""
+    eager_ms: float | None = None
+    """Of the modules as the user wrote them."""
+    changed_ms: float | None = None
+    """Of the same with this rung and those kept before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +141,8 @@ class Step:
     change: Change = field(default_factory=Change)
     reason: str | None = None
     """Why it is skipped, or what it waits for."""
+    rehearsed: Rehearsed | None = None
+    pays_back_after_steps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +171,6 @@ class Plan:
 
     def step(self, rung: str) -> Step | None:
         return next((step for step in self.steps if step.rung == rung), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """What trying a rung on the calls of the first step showed: forward and backward, eager beside changed."""
-
-    deviation: float | None = None
-    """Of outputs and gradients, the larger of both, relative to their norm; None where it could not be told."""
-    eager_ms: float | None = None
-    """Of the modules as the user wrote them."""
-    changed_ms: float | None = None
-    """Of the same with this rung and those kept before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,3 +203,5 @@ class Finding:
     """Further lines: the evidence behind the reason, and what makes the figures doubtful."""
     title: str = ""
     """Headline in capitals, filled by ``diagnose``."""
+    alarm: str = ""
+    """What the first line of a summary says beside the headline: figures that must not be overlooked."""

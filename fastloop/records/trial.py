@@ -141,6 +141,8 @@ class ScriptOrders:
     """The run directory."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """As `from_callback` takes it."""
+    by_ladder: tuple[str, ...] = ()
+    """Rungs in it that a shipped ladder switched on."""
     max_steps: int | None = None
     """Of each fit; None: no limit."""
     ledger: bool = False

@@ -72,6 +72,7 @@ class Amp:
             notes=tuple(notes),
             evaluation=True,
             facts={"precision": self.mode},
+            rehearse="modules",
         )
 
     def _set_precision(self, site: Site) -> Applied:
@@ -90,6 +91,7 @@ class Amp:
             actions=(Action(keys=("torch.matmul_precision",), when="model", do=_allow_tf32),),
             parity="approximate",
             evaluation=True,
+            rehearse="modules",
         )
 
     def verify(self, seen: Measurement) -> Verdict:

@@ -49,7 +49,8 @@ class Fused:
             raise NotApplicable(f"gradient clipping with {facts.precision}: Lightning refuses fused optimizers there")
         if facts.device not in ("cuda", "cpu"):
             raise NotApplicable(f"no fused optimizers on {facts.device}")
-        return Change(parity="approximate", actions=(Action(keys=("optimizer.fused",), when="train_start", do=_fuse),))
+        action = Action(keys=("optimizer.fused",), when="train_start", do=_fuse)
+        return Change(parity="approximate", actions=(action,), rehearse="optimizers")
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when every parameter group says fused and the optimizers stepped since."""

@@ -45,7 +45,11 @@ class Layout:
         kernels = Action(keys=("model.memory_format",), when="model", do=_channels_last)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(
-            parity="approximate", evaluation=True, wants={"step.channels_last_inputs": True}, actions=(kernels, state)
+            parity="approximate",
+            evaluation=True,
+            wants={"step.channels_last_inputs": True},
+            actions=(kernels, state),
+            rehearse="modules",
         )
 
     def verify(self, seen: Measurement) -> Verdict:

@@ -27,7 +27,7 @@ def test_an_empty_file_is_all_defaults(read: Read) -> None:
     assert (config.recipe, config.trainer, config.strict, config.name) == ({}, {}, False, "my")
     assert config.recipe_file is None
     assert origins(config) == {}
-    assert list(config.values) == ["recipe", "run", "trainer", "watch", "strict", "rungs"]
+    assert list(config.values) == ["recipe", "run", "trainer", "watch", "strict", "rehearsal", "rungs"]
     assert config.values["rungs"]["overlap"] == {"enabled": False, "cap_mb": None, "sizes": [1, 2, 3], "ratio": 0.5}
 
 
@@ -325,3 +325,12 @@ def test_reading_a_configuration_imports_neither_torch_nor_lightning(folder: Pat
 def test_a_callback_is_told_what_is_no_configuration(wrong: object) -> None:
     with pytest.raises(ConfigError, match="is no configuration"):
         from_callback(wrong)  # type: ignore[arg-type]
+
+
+def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("resnet50", overrides=["rungs.cache.enabled=true"])
+    assert caught.value.got == "rungs.cache (command line)" and "no key cache in this version yet" in caught.value.why
+    assert caught.value.do == "write one of these, or delete the line"
+    with pytest.raises(ConfigError, match="this version has no rung cache yet"):
+        load("resnet50", more=["cache"])

@@ -91,7 +91,16 @@ def test_verdicts_and_findings() -> None:
     verdicts = VerdictsFile(verdicts=(Verdict(rung="amp", took=None, why="x"),))
     assert store.to_json(verdicts) == {
         "schema": 1,
-        "verdicts": [{"rung": "amp", "took": None, "why": "x", "parity_class": "exact"}],
+        "verdicts": [
+            {
+                "rung": "amp",
+                "took": None,
+                "why": "x",
+                "parity_class": "exact",
+                "rehearsed": None,
+                "pays_back_after_steps": None,
+            }
+        ],
     }
     content = store.to_json(FindingsFile(findings=(WAITS, Finding(bottleneck="none", share_pct=None, why="x"))))
     assert content["schema"] == 1 and content["findings"][0]["patch"] == WAITS.patch

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.fail_open import let_through
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.evidence.clock.one_time import OneTime
+from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
+from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Moment, Plan, Step, Undo
+from fastloop.records.plan import Action, Moment, Plan, Step, Undo
 
 
 class Applier:
@@ -26,12 +33,34 @@ class Applier:
 
     Args:
         ladder: the rungs.
-        strict: a rung that cannot apply is an error before step 1.
-        warn: takes one line for the user.
+        strict: a rung that cannot apply is an error.
+        warn: takes one line for the user that must not be missed.
+        say: takes one line on what is going on.
+        terms: on which rungs are rehearsed; None: they apply at once, untried.
+        refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
+        one_time: the ledger of costs that are none of a step's.
     """
 
-    def __init__(self, ladder: Ladder, *, strict: bool = False, warn: Callable[[str], None]) -> None:
-        self.ladder, self.strict, self.warn = ladder, strict, warn
+    def __init__(
+        self,
+        ladder: Ladder,
+        *,
+        strict: bool = False,
+        warn: Callable[[str], None],
+        say: Callable[[str], None] = lambda _line: None,
+        terms: Terms | None = None,
+        refused: dict[str, str] | None = None,
+        one_time: OneTime | None = None,
+    ) -> None:
+        self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
+        self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
+        self.rehearsal: Rehearsal | None = None
+        """Still to come, or going on."""
+        self._first_sizes: Sizes = {}
+        self._held: frozenset[str] = frozenset()
+        """Planned rungs whose actions wait for the rehearsal."""
+        self._late_conversions: list[Callable[[Any], Any]] = []
+        """For the batch that had come to the device before the rehearsal."""
         self.plan = Plan()
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
@@ -42,7 +71,7 @@ class Applier:
         """What they may want then."""
         self._undos: list[tuple[str, Undo]] = []
         self._probes: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
-        self._cleans: list[Callable[[dict[str, Any]], None]] = []
+        self._cleans: list[tuple[str, Callable[[dict[str, Any]], None]]] = []
         self._evidence: dict[str, dict[str, Any]] = {}
 
     # -- the moments, in the order in which Lightning reaches them ------------------------------------------------
@@ -55,13 +84,19 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts)
         if trainer.state.fn != "fit":
             # Other stages get what changes results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
+        elif self.terms is not None:
+            self._held = frozenset(step.rung for step in planned.planned if step.change.rehearse is not None)
         self.plan = planned
+        for step in planned.planned:
+            if (why := self.refused.get(step.rung)) is not None and step.rung not in self._held:
+                self._skip(step, why)
         self._may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
         self._loader_rungs = frozenset(step.rung for step in self._may_want.steps)
         self._check_strict()
@@ -89,11 +124,12 @@ class Applier:
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
-                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up)
+                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up, warn=self.warn)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             reason = _describe(error)
         self.plan, self.loaders, self.micro, undos = before
         self._undo_down_to(undos)
@@ -109,10 +145,55 @@ class Applier:
         self._run("train_start")
         if self.loaders is not None:
             self.loaders.train_start()
+        if self._held and self.terms is not None and self._site is not None:
+            held = [step for step in self.plan.planned if step.rung in self._held]
+            settings = partial(getattr, self.ladder)
+            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
+            self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
-    def to_device(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
+    def first_batch_done(self, batch: Any) -> None:
+        """The first batch was trained as the user wrote it."""
+        if self.rehearsal is not None:
+            self.rehearsal.stop_recording()
+            self._first_sizes = read_sizes([batch], {})
+
+    def rehearse(self, batch: Any) -> None:
+        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done."""
+        rehearsal, site = self.rehearsal, self._site
+        if rehearsal is None or site is None:
+            return
+        site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
+        if not rehearsal.is_due():
+            return
+        conversions = list(site.staging.conversions)
+        self.rehearsal = None
+        try:
+            with self.one_time.span("rehearsal"):
+                outcomes = rehearsal.run()
+        except FastLoopError:
+            raise
+        except Exception as error:  # ours: none of the user's code runs outside of what the rehearsal catches
+            let_through(error)
+            self.warn(f"the rehearsal failed, and its rungs are off: {_describe(error)}")
+            outcomes = [Outcome(rung=rung, fault=f"the rehearsal failed: {_describe(error)}") for rung in self._held]
+            for step in rehearsal.steps:
+                self._unapply_step(step)
+        self._held = frozenset()
+        self._late_conversions = [each for each in site.staging.conversions if each not in conversions]
+        for outcome in outcomes:
+            self._settle(outcome)
+
+    def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """A batch goes to the device; one that a feed brought there is not moved again."""
-        return move() if self._site is None else self._site.staging.finish(batch, move, dataloader_idx)
+        if self._site is None:
+            return move(batch)
+        if isinstance(batch, Window) and self.micro is not None:
+            return self.micro.take_window(self._site.staging.finish_window(batch, move, dataloader_idx))
+        return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
+
+    def find_whole(self, batch: Any) -> Any:
+        """All batches of an accumulation window, where Lightning sees only one of them; else the batch itself."""
+        return batch if self.micro is None else self.micro.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One training_step of the module, in one piece or several."""
@@ -120,6 +201,11 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
+        if self._late_conversions and args:
+            for convert in self._late_conversions:
+                batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
+                args = (batch, *args[1:])
+            self._late_conversions = []
         if self.micro is None or not args:
             return step(*args, **kwargs)
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
@@ -144,6 +230,7 @@ class Applier:
             try:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
+                let_through(error)
                 found = {"unreadable": _describe(error)}
             self._evidence.setdefault(rung, {}).update(found)
         return self._evidence
@@ -152,25 +239,43 @@ class Applier:
         """Take out of a checkpoint what a run without us would not have written."""
         if self.loaders is not None:
             self.loaders.clean_checkpoint(checkpoint)
-        for clean in self._cleans:
+        for _, clean in self._cleans:
             clean(checkpoint)
 
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
+        self.end_rehearsal()
         self._undo_down_to(0)
         self._probes.clear()
         self._cleans.clear()
         self.loaders = self.micro = self._site = None
 
+    def end_rehearsal(self) -> None:
+        """Training is over: what has not been tried by now never was on."""
+        if self.rehearsal is not None:
+            self.rehearsal.stop_recording()
+            self.rehearsal = None
+        never = "training ended before it could be tried on the calls of the first step"
+        self.refused.update(dict.fromkeys(self._held, never))
+        self.plan = Plan(
+            steps=tuple(
+                dataclasses.replace(step, status="skipped", reason=never) if step.rung in self._held else step
+                for step in self.plan.steps
+            )
+        )
+        self._held = frozenset()
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
-        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method)
+        others = [site.module, *site.trainer.callbacks]
+        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            self.micro = MicroBatches(samples, rung=rung, strict=self.strict)
+            compares = not changed.wants.get("step.loss_is_mean")
+            self.micro = MicroBatches(samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn)
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
@@ -190,15 +295,49 @@ class Applier:
         """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
         actions = [(step, action) for step in self.plan.planned for action in step.change.actions]
         for step, action in actions:
-            if action.when == moment and self._site is not None:
+            if action.when == moment and step.rung not in self._held and self._is_planned(step):
                 try:
-                    applied = action.do(self._site)
+                    self._do(step, action)
                 except Exception as error:
+                    let_through(error)
                     self._skip(step, _describe(error))
-                else:
-                    self._undos.append((step.rung, applied.undo))
-                    self._probes.append((step.rung, applied.probe))
-                    self._cleans.append(applied.clean)
+
+    def _is_planned(self, step: Step) -> bool:
+        """Still: an earlier action of the rung may have found that it cannot apply."""
+        return any(other is step for other in self.plan.planned)
+
+    def _do(self, step: Step, action: Action) -> None:
+        if self._site is not None:
+            applied = action.do(self._site)
+            self._undos.append((step.rung, applied.undo))
+            self._probes.append((step.rung, applied.probe))
+            self._cleans.append((step.rung, applied.clean))
+
+    def _apply_step(self, step: Step) -> None:
+        """All actions of a rung at once, in mid-run."""
+        for action in step.change.actions:
+            self._do(step, action)
+
+    def _unapply_step(self, step: Step) -> None:
+        """Undo all that a rung has done, the last first; nothing where it did nothing."""
+        mine = [undo for rung, undo in self._undos if rung == step.rung]
+        self._undos = [each for each in self._undos if each[0] != step.rung]
+        self._probes = [each for each in self._probes if each[0] != step.rung]
+        self._cleans = [each for each in self._cleans if each[0] != step.rung]
+        self._evidence.pop(step.rung, None)
+        for undo in reversed(mine):
+            self._undo_one(step.rung, undo)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Write what came of a rung's rehearsal into the plan."""
+        step = next(each for each in self.plan.planned if each.rung == outcome.rung)
+        told = dataclasses.replace(
+            step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
+        )
+        self.plan = Plan(steps=tuple(told if other is step else other for other in self.plan.steps))
+        if outcome.fault is not None:
+            self.refused[outcome.rung] = outcome.fault
+            self._skip(told, outcome.fault)
 
     def _skip(self, step: Step, reason: str) -> None:
         skipped = dataclasses.replace(step, status="skipped", reason=reason)
@@ -220,11 +359,13 @@ class Applier:
 
     def _undo_down_to(self, count: int) -> None:
         while len(self._undos) > count:
-            rung, undo = self._undos.pop()
-            try:
-                undo()
-            except Exception as error:
-                self.warn(f"{rung} could not be undone: {_describe(error)}")
+            self._undo_one(*self._undos.pop())
+
+    def _undo_one(self, rung: str, undo: Undo) -> None:
+        try:
+            undo()
+        except Exception as error:
+            self.warn(f"{rung} could not be undone: {_describe(error)}")
 
     def _undo_setting(self, key: str, undo: Undo) -> None:
         self._undos.append((self._find_owner(key) or key, undo))

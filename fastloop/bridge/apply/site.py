@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ class LiveSite:
     def __init__(self, trainer: Any, strategy: Any, facts: Facts) -> None:
         self.trainer, self.strategy, self.facts = trainer, strategy, facts
         self.staging = Staging(trainer, strategy)
+        self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
+        self.changed_sizes: list[Mapping[int, int]] = []
         self._notes: list[Callable[[], None]] = []
 
     @property

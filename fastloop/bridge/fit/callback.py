@@ -14,12 +14,14 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.apply.rehearsal import Terms
 from fastloop.bridge.fail_open import disabled, fail_open, hint
 from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.ladder import cards, verify
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
@@ -71,6 +73,12 @@ class FastLoop(Callback):
         self.out, self.quiet = None if out is None else Path(out), quiet
         self.hunt_syncs = False
         """Find every device synchronisation with its line, in a few steps after the timed ones; they run slower."""
+        self.say: Callable[[str], None] = _skip_line if quiet else _say_line
+        """Takes a line about what is going on."""
+        self.in_trial = False
+        """This is no real run but a trial of an experiment, which stands for a longer one."""
+        self._refused: dict[str, str] = {}
+        """Rungs that a rehearsal found not to work, and why."""
         self._forget()
         self._reset_fit()
         for name in BATCH_HOOKS:
@@ -106,6 +114,7 @@ class FastLoop(Callback):
         """What lives for one fit only: not copied, not pickled."""
         self._applier: Applier | None = None
         self._eyes: Session | None = None
+        self._one_time = OneTime()
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
 
@@ -128,6 +137,7 @@ class FastLoop(Callback):
             )
         if stage == "fit":
             self._forget()
+            self._refused.clear()
         if self.config.ladder.enabled():
             self._attach(trainer)
         if stage == "fit":
@@ -141,17 +151,38 @@ class FastLoop(Callback):
         if self._applier is not None:
             self._applier.train_start()
             self.plan = self._applier.plan
+            self._switch_hook("on_train_batch_start", self._applier.rehearsal is not None)
         if self._eyes is not None:
             self._restore += self._eyes.train_start(trainer, pl_module)
 
     @fail_open
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._applier is not None:
+            self._applier.rehearse(batch)
+            self.plan = self._applier.plan
+        self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.rehearsal is not None)
+
+    @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._eyes is not None:
-            self._eyes.batch_end(trainer, outputs, batch)
+            whole = batch if self._applier is None else self._applier.find_whole(batch)
+            self._eyes.batch_end(trainer, outputs, whole)
         if self._first:
             self._first, self._training = False, True
             self._switch_hook("on_train_batch_end", self._eyes is not None)
+            if self._applier is not None:
+                self._applier.first_batch_done(batch)
             self._collect_evidence(trainer)
+
+    @fail_open
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_starts()
+
+    @fail_open
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_ends()
 
     @fail_open
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -173,7 +204,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (line := hint(exception, pl_module)) is not None:
+        if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
         if not self._training:
             return
@@ -214,8 +245,15 @@ class FastLoop(Callback):
         """Give the Trainer's own strategy the mixed class, and it our applier."""
         owner: Any = trainer.strategy
         kind: Any = type(owner)
+        terms = Terms(by_ladder=self.config.by_ladder, weighs_costs=not self.in_trial)
         self._applier = applier = Applier(
-            self.config.ladder, strict=self.strict, warn=lambda line: rank_zero_warn(f"fastloop: {line}")
+            self.config.ladder,
+            strict=self.strict,
+            warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+            say=self.say,
+            terms=terms if self.config.rehearsal == "on" else None,
+            refused=self._refused,
+            one_time=self._one_time,
         )
         if not strategy.is_mixed(owner):
             try:
@@ -235,6 +273,7 @@ class FastLoop(Callback):
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
             hunt_syncs=self.hunt_syncs,
             place=lambda: self._find_directory(trainer),
+            one_time=self._one_time,
         )
         self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
 
@@ -262,6 +301,7 @@ class FastLoop(Callback):
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._collect_evidence(trainer)
         if self._applier is not None:
+            self._applier.end_rehearsal()
             self.plan = self._applier.plan
         if self._eyes is not None:
             self.measurement = self._eyes.measure(trainer, evidence, raised)
@@ -272,7 +312,8 @@ class FastLoop(Callback):
             )
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
-            self.findings = diagnose.findings(self.measurement, cards(), self.config.ladder.enabled())
+            enabled = self.config.ladder.enabled()
+            self.findings = diagnose.findings(self.measurement, cards(), enabled, self.verdicts)
 
     def _conclude(self, trainer: Any) -> None:
         self._training = False
@@ -294,3 +335,11 @@ class FastLoop(Callback):
                 restore.pop()()
             except Exception as error:  # the others must have their turn
                 rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")
+
+
+def _say_line(line: str) -> None:
+    rank_zero_info(f"fastloop: {line}")
+
+
+def _skip_line(_line: str) -> None:
+    pass

@@ -73,7 +73,7 @@ def train(
     def prepare(trainer: Any, loop: FastLoop) -> None:
         # Of the trial's own files, which are in the directory before the logger's.
         warnings.filterwarnings("ignore", message=".*Experiment logs directory")
-        loop.hunt_syncs = hunt_syncs
+        loop.hunt_syncs, loop.in_trial = hunt_syncs, True
         trainer.fit_loop.epoch_loop.max_steps += further_steps
         if beat is not None:
             Beats.into(trainer, beat)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_facts, read_precision
 from fastloop.bridge.apply.micro_batches import get_loss
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
@@ -33,6 +33,7 @@ from fastloop.bridge.trials.gradient_state import RAISED, ROUNDING, STARTS, TWIC
 from fastloop.bridge.trials.heartbeat import hear_only
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
+from fastloop.evidence.model.dropout import switch_off_dropout
 from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
 from fastloop.feeds.batch_tree import tensors
 from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
@@ -142,7 +143,7 @@ class GradientProbe(Callback):
         if not read_facts.run_facts(trainer, trainer.strategy).plain_gradients:
             self.why = f"{type(trainer.strategy).__name__} keeps no whole gradients in the parameters"
         determinism.make_deterministic()
-        self._undo.callback(determinism.switch_off_dropout(pl_module))
+        self._undo.callback(switch_off_dropout(pl_module))
         theirs = self._known.get("weights", {})
         own = gradient_state.copy_state(pl_module)
         if odd := [name for name in own if name in theirs and own[name].shape != theirs[name].shape]:
@@ -256,7 +257,7 @@ class GradientProbe(Callback):
         self.answer |= {
             "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
             "loss": first.loss,
-            "precision": gradient_state.find_precision(trainer, trainer.lightning_module),
+            "precision": read_precision.find_precision(trainer, trainer.lightning_module),
             "device": device,
             "elements": sum(tensor.numel() for tensor in first.gradient.values()),
             "tensors": len(first.gradient),

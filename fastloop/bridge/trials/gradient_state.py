@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply import read_facts
 from fastloop.bridge.trials import determinism
-from fastloop.bridge.watch import measurement
 
 ROUNDING = {"fp32": 2.0**-20, "tf32": 2.0**-11, "bf16": 2.0**-8}
 """Relative errors of weights that stand for a precision's. A float32 sum of some hundred products is off by more than
@@ -142,16 +140,3 @@ def copy_gradient(trainer: Any, module: torch.nn.Module, optimizer: Any) -> dict
         for name, each in module.named_parameters()
         if each.grad is not None and id(each) in owned
     }
-
-
-def find_precision(trainer: Any, module: torch.nn.Module) -> str:
-    """The coarsest arithmetic that a training may use, as `parity.TAU` calls it."""
-    name = str(trainer.strategy.precision_plugin.precision)
-    if "bf16" in name or any(read_facts.read_module(module)["autocasts"]):
-        return "bf16"
-    if "16" in name or "64" in name:
-        return "fp16" if "16" in name else "fp64"
-    products, convolutions = measurement.read_tf32()
-    convolves = any(isinstance(part, torch.nn.modules.conv._ConvNd) for part in module.modules())
-    on_cuda = trainer.strategy.root_device.type == "cuda"
-    return "tf32" if on_cuda and (products or (convolutions and convolves)) else "fp32"

@@ -111,7 +111,7 @@ class Measured(Exception):
 
 
 def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[Any, FastLoop], None]) -> None:
-    """Train until something raises `Measured`. Nothing is resumed, watched, logged or written.
+    """Train until something raises `Measured`. Nothing is resumed, rehearsed, watched, logged or written.
 
     Args:
         beat: the file that gets the pulse, see `heartbeat.py`.
@@ -132,6 +132,7 @@ def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[A
         config,
         run=dataclasses.replace(config.run, resume=None),
         watch=WatchSettings(enabled=False),
+        rehearsal="off",
         trainer={**config.trainer, **silent},
     )
     with contextlib.suppress(Measured):

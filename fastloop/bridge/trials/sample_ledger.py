@@ -159,6 +159,8 @@ class Ledger(Callback):
         if micro.uncut != self._uncut:
             self._uncut = micro.uncut
             return 1
+        if micro.apart and part is not None and part.window is not None:
+            return len(part.window)
         full = micro.windows.window if micro.windows is not None else 1
         return _pieces(rows, micro.micro, part.window if part is not None else None, full)
 

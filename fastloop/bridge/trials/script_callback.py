@@ -8,6 +8,7 @@ the script has one. All other fits are only counted, and what never fits is left
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -175,7 +176,11 @@ class Injected(Callback):
         """Put in what this fit is to have. Lightning sets up what stands behind this callback right after it."""
         before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
         config, _ = from_callback(self.orders.config)
+        config = dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder))
+        if self.orders.variation == GRADIENTS:  # taken of the first step, with all rungs on
+            config = dataclasses.replace(config, rehearsal="off")
         loop = FastLoop.of(config, out=out, quiet=True)
+        loop.in_trial = self.orders.disposable
         try:
             ceilings.take_away(trainer, self.orders.variation)
             if self.orders.variation == GRADIENTS:

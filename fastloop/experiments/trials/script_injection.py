@@ -143,9 +143,11 @@ def make_orders(config: Config, out: Path) -> ScriptOrders:
     written = {
         path: Leaf(value, DEFAULT)
         for path, value in flatten(config.values)
-        if path[0] in ("watch", "strict", "rungs") and config.origins[".".join(path)] != DEFAULT
+        if path[0] in ("watch", "strict", "rehearsal", "rungs") and config.origins[".".join(path)] != DEFAULT
     }
-    return ScriptOrders(out=str(out.absolute()), config=dict(escape(nest(written))))
+    return ScriptOrders(
+        out=str(out.absolute()), config=dict(escape(nest(written))), by_ladder=tuple(sorted(config.by_ladder))
+    )
 
 
 def check(command: Sequence[str]) -> None:

@@ -66,10 +66,20 @@ def test_a_training_that_raised_and_no_secret_in_what_is_said(tmp_path: Path) ->
         "arm", net("recipe.at=25", "run.max_steps=50", "recipe.does=raise", f"recipe.api_key={SECRET}"), tmp_path
     )
     assert not found.ok and found.code == 1 and found.cause is not None and found.samples_per_s is None
-    assert found.cause.startswith("exit code 1 at step 25: fastloop: the run failed: ValueError: no luck with the key")
+    assert found.cause.startswith("exit code 1 at step 25: ValueError: no luck with the key")
     assert "ValueError" in found.tail and found.measurement is not None and found.measurement.partial is True
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert finished(tmp_path) is None
+
+
+def test_a_training_that_prints_its_key_leaves_it_in_no_file(tmp_path: Path) -> None:
+    job = net("recipe.at=3", "run.max_steps=5", "recipe.does=tell", f"recipe.api_key={SECRET}", f"recipe.mark={SECRET}")
+    found = run_trial("arm", job, tmp_path / "a")
+    assert found.ok, found.tail
+    assert (tmp_path / "a" / "stdout.txt").read_text().count("logged in with ***\n") == 1, "the key was printed"
+    assert "logged in with ***" in (tmp_path / "a" / "stderr.txt").read_text()
+    assert not any(SECRET in path.read_text() for path in (tmp_path / "a").iterdir())
+    assert (tmp_path / SECRET).is_file(), "the file that the recipe was to write, under the name it was given"
 
 
 def test_a_rank_that_ended_badly_is_found_by_its_ledger_or_its_record(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""One step of an optimizer's twin: the same class, settings and state, on copies of a few parameters."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply.recorded_calls import Played
+
+MOST_BYTES = 256 * 2**20
+"""Of the copied parameters of one optimizer: the largest ones that fit."""
+GRADIENT = 1e-3
+
+
+def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
+    """Let a twin of each optimizer make two steps; the outputs are how far that moved its parameters.
+
+    The second step is timed: the first makes the state where there is none yet.
+    """
+    played = Played()
+    for optimizer in optimizers:
+        twin, parameters = make_twin(optimizer)
+        step: Callable[[], Any] = torch.no_grad()(twin.step)
+        step()
+        _synchronize(device)
+        began = time.perf_counter()
+        step()
+        _synchronize(device)
+        played.ms += 1e3 * (time.perf_counter() - began)
+        played.outputs += [own - before for before, own in parameters]
+    return played
+
+
+def make_twin(optimizer: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A copy without hooks, and pairs of parameters and its copies of them, with gradients of a fixed random stream."""
+    chosen = _choose(optimizer)
+    random = {each.device: torch.Generator(device=each.device) for each in chosen}
+    for stream in random.values():
+        stream.manual_seed(0)
+    copies: dict[int, torch.Tensor] = {}
+    for parameter in chosen:
+        copies[id(parameter)] = own = parameter.detach().clone()
+        noise = torch.randn(own.shape, generator=random[own.device], device=own.device)
+        own.grad = torch.empty_like(own).copy_(GRADIENT * noise)
+    twin = copy.copy(optimizer)  # by torch's own __getstate__, which leaves hooks behind
+    twin.param_groups = [
+        {**group, "params": [copies[id(each)] for each in group["params"] if id(each) in copies]}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    for parameter in chosen:
+        if parameter in optimizer.state:
+            twin.state[copies[id(parameter)]] = copy.deepcopy(dict(optimizer.state[parameter]))
+    return twin, [(parameter.detach(), copies[id(parameter)]) for parameter in chosen]
+
+
+def _choose(optimizer: Any) -> list[torch.Tensor]:
+    """The largest parameters that fit together, and always one."""
+    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    chosen: list[torch.Tensor] = []
+    taken = 0
+    for each in sorted(every, key=lambda tensor: -tensor.numel()):
+        size = each.numel() * each.element_size()
+        if not chosen or taken + size <= MOST_BYTES:
+            chosen.append(each)
+            taken += size
+    return chosen
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,303 @@
+"""Calls of modules, recorded while a step runs and played again: forward and backward, without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+from fastloop.bridge.apply.untouched import untouched
+from fastloop.errors import NotApplicable
+from fastloop.feeds.batch_tree import is_container, rebuild, tensors
+from fastloop.judge.rehearsal import Deviation
+
+MOST_CALLS = 4
+"""Of one module: a discriminator is called on real and on generated samples, with other arguments each."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module in training."""
+
+    name: str
+    """Of the module; empty: the LightningModule itself."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grad: bool
+    """Whether a backward pass may follow."""
+    trained: tuple[bool, ...]
+    """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
+
+
+class CallRecorder:
+    """Takes the calls of some modules while they train, with copies of their arguments."""
+
+    def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
+        self.calls: list[Call] = []
+        self.problem: str | None = None
+        """Why what was seen cannot be played again."""
+        self._versions: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        for name in names:
+            inner = module.get_submodule(name)
+            self._hooks += [
+                inner.register_forward_pre_hook(self._make_before(name), with_kwargs=True),
+                inner.register_forward_hook(self._make_after(name)),
+            ]
+
+    def stop(self) -> None:
+        """Take the hooks off. Harmless when called twice."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _make_before(self, name: str) -> Callable[..., None]:
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._versions[name] = _sum_versions(module)
+            if not module.training or sum(call.name == name for call in self.calls) >= MOST_CALLS:
+                return
+            try:
+                trained = tuple(parameter.requires_grad for parameter in module.parameters())
+                self.calls.append(Call(name, copy_value(args), copy_value(kwargs), torch.is_grad_enabled(), trained))
+            except Exception as error:  # whatever a user's own type raises when it is copied
+                self.problem = (
+                    f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
+                )
+
+        return before
+
+    def _make_after(self, name: str) -> Callable[..., None]:
+        def after(module: torch.nn.Module, _args: Any, _output: Any) -> None:
+            if _sum_versions(module) != self._versions.get(name):
+                self.problem = f"{name or 'the module'} changes its own parameters in forward"
+
+        return after
+
+
+def _sum_versions(module: torch.nn.Module) -> int:
+    return sum(parameter._version for parameter in module.parameters())
+
+
+def copy_value(value: Any) -> Any:
+    """A copy with tensors of its own, which want gradients where the original's did; objects by their own ``clone``."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, (torch.nn.Module, str, bytes, int, float, type(None))):
+        return value
+    if is_container(value):
+        with contextlib.suppress(TypeError):
+            return rebuild(value, copy_value)
+    return value.clone() if callable(getattr(value, "clone", None)) else copy.deepcopy(value)
+
+
+@dataclass
+class Played:
+    """What came of playing calls once."""
+
+    ms: float = 0.0
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of parameters by their names, and of inputs by call and place; summed over the calls."""
+
+
+class Player:
+    """Plays recorded calls again.
+
+    Args:
+        context: what surrounds a training step: the precision's, and DDP's where it wraps the model.
+        convert: what is done to batches on their way, applied to the arguments.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        calls: Sequence[Call],
+        device: torch.device,
+        *,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        convert: Callable[[Any], Any],
+    ) -> None:
+        self.module, self.calls, self.device = module, calls, device
+        self._context, self._convert = context, convert
+        self._cotangents: dict[tuple[int, int], torch.Tensor] = {}
+        self._random = torch.Generator(device=device)
+        self.modules = [module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
+
+    def has_dropout(self) -> bool:
+        """Whether `play` without dropout is another one."""
+        return any(isinstance(each, _DropoutNd) and each.p > 0 for module in self.modules for each in module.modules())
+
+    def play(self, *, seed: int | None = None, dropout: bool = True) -> Played:
+        """All calls, forward and backward; everything is afterwards as it was.
+
+        Args:
+            seed: of the random streams, in place of where they are.
+            dropout: False: without it, so that two plays can be compared whatever random numbers they draw.
+
+        Raises:
+            Exception: whatever the modules raise.
+        """
+        played = Played()
+        with untouched(*self.modules), torch.enable_grad(), self._without_tensor_hooks():
+            if seed is not None:
+                torch.manual_seed(seed)
+            if not dropout:
+                for each in (each for module in self.modules for each in module.modules()):
+                    each.training = each.training and not isinstance(each, _DropoutNd)
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            for index, call in enumerate(self.calls):
+                args, kwargs = self._convert(copy_value(call.args)), self._convert(copy_value(dict(call.kwargs)))
+                self._synchronize()
+                began = time.perf_counter()
+                self._play_one(index, call, args, kwargs, played)
+                self._synchronize()
+                played.ms += 1e3 * (time.perf_counter() - began)
+        return played
+
+    def _play_one(self, index: int, call: Call, args: Any, kwargs: Any, played: Played) -> None:
+        module = self.module.get_submodule(call.name)
+        with _toggled(module, call.trained):
+            with self._context(), torch.set_grad_enabled(call.grad):
+                output = module(*args, **kwargs)
+            self._finish_one(index, call, module, (args, kwargs), output, played)
+
+    def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: Played) -> None:
+        found = [each for each in _find_tensors(output) if each.is_floating_point()]
+        if not found:
+            raise NotApplicable(f"{call.name or 'the module'} returns no tensor that could be compared")
+        if live := [(place, each) for place, each in enumerate(found) if each.requires_grad]:
+            self._run_backward(index, call, module, inputs, live, played)
+        played.outputs += [each.detach() for each in found]
+
+    def _run_backward(self, index: int, call: Call, module: Any, inputs: Any, live: Any, played: Played) -> None:
+        wanted = {
+            f"{call.name}.{name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+        }
+        wanted |= {f"{index}:{place}": each for place, each in enumerate(tensors(inputs)) if each.requires_grad}
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(
+                [each for _, each in live],
+                list(wanted.values()),
+                [self._make_cotangent(index, place, each) for place, each in live],
+                allow_unused=True,
+            )
+        for name, gradient in zip(wanted, gradients, strict=True):
+            if gradient is not None:
+                known = played.gradients.get(name)
+                played.gradients[name] = gradient.detach() if known is None else known + gradient
+
+    def _make_cotangent(self, index: int, place: int, output: torch.Tensor) -> torch.Tensor:
+        """The same for each play, whatever the precision."""
+        key = (index, place)
+        if key not in self._cotangents:
+            self._random.manual_seed(index * 1000 + place)
+            made = torch.randn(output.shape, generator=self._random, device=output.device)
+            self._cotangents[key] = made if output.dim() else torch.ones_like(made)
+        if (usual := self._cotangents[key]).shape != output.shape:
+            raise ValueError(f"an output has another shape: {tuple(output.shape)} in place of {tuple(usual.shape)}")
+        return usual.to(output.dtype)
+
+    @contextlib.contextmanager
+    def _without_tensor_hooks(self) -> Iterator[None]:
+        """Hooks on the parameters themselves would see gradients that are no step's."""
+        hooked = [
+            (parameter, parameter._backward_hooks)
+            for module in self.modules
+            for parameter in module.parameters()
+            if parameter._backward_hooks
+        ]
+        for parameter, _ in hooked:
+            parameter._backward_hooks = None
+        try:
+            yield
+        finally:
+            for parameter, hooks in hooked:
+                parameter._backward_hooks = hooks
+
+    @contextlib.contextmanager
+    def perturbed(self, error: float) -> Iterator[None]:
+        """Every parameter off by a relative error, as rounding would have it."""
+        self._random.manual_seed(1)
+        parameters = {id(each): each for module in self.modules for each in module.parameters()}.values()
+        before = [each.detach().clone() for each in parameters]
+        with torch.no_grad():
+            for each in parameters:
+                if each.is_floating_point():
+                    noise = torch.randn(each.shape, generator=self._random, device=each.device)
+                    each.mul_(1 + error * noise.to(each.dtype))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, value in zip(parameters, before, strict=True):
+                    each.copy_(value)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextlib.contextmanager
+def _toggled(module: torch.nn.Module, trained: Sequence[bool]) -> Iterator[None]:
+    """The parameters want gradients as they did in the call."""
+    before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    for (parameter, _), wanted in zip(before, trained, strict=True):
+        parameter.requires_grad_(wanted)
+    try:
+        yield
+    finally:
+        for parameter, wanted in before:
+            parameter.requires_grad_(wanted)
+
+
+def _find_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Those of an output; of an object that is no container, its attributes'."""
+    found = list(tensors(output))
+    if not found and hasattr(output, "__dict__"):
+        found = list(tensors(vars(output)))
+    yield from found
+
+
+def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
+    """How far the second is from the first.
+
+    Raises:
+        ValueError: they have other outputs, or outputs of other shapes.
+    """
+    shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the outputs have other shapes: {shapes[1]} in place of {shapes[0]}")
+    names = unchanged.gradients.keys() | changed.gradients.keys()
+    pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
+    outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
+    gradients, finite = _compare(pairs)
+    return Deviation(outputs=outputs, gradients=gradients if pairs else None, finite=all_finite and finite)
+
+
+def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
+    """The norm of all differences over the norm of the first ones, and whether the second ones are finite where those
+    are. One synchronization."""
+    if not pairs:
+        return 0.0, True
+    sums: list[torch.Tensor] = []
+    for before, after in pairs:
+        first = torch.zeros_like(after) if before is None and after is not None else before
+        second = torch.zeros_like(before) if after is None and before is not None else after
+        assert first is not None and second is not None
+        a, b = first.float(), second.float()
+        whole = torch.isfinite(a)
+        broken = (whole & ~torch.isfinite(b)).any()
+        apart = torch.where(whole, b - a, 0.0).double().square().sum()
+        norm = torch.where(whole, a, 0.0).double().square().sum()
+        sums.append(torch.stack([apart, norm, broken.double()]))
+    apart, norm, broken = torch.stack(sums).sum(0).tolist()
+    if broken:
+        return float("inf"), False
+    if norm == 0:
+        return (0.0 if apart == 0 else float("inf")), True
+    return (apart / norm) ** 0.5, True

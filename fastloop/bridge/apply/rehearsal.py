@@ -1,0 +1,396 @@
+"""Rungs that change the device's work are tried in the user's process before they count.
+
+The first step runs as the user wrote it, and its calls of the model's modules are recorded. Before the second step they
+are played again, without a trace: unchanged, then with one rung after the other. A rung that raises, that deviates,
+that compiles again for the same shapes, that takes too long or that cannot pay back is taken away again, and training
+goes on as if nobody had asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from fastloop.bridge.apply.optimizer_twins import step_twins
+from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, measure_deviation
+from fastloop.bridge.apply.remembered import Remembered
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.fail_open import let_through
+from fastloop.bridge.watch.session import count_planned_steps
+from fastloop.errors import FastLoopError, NotApplicable
+from fastloop.evidence.model import dynamo_graphs
+from fastloop.judge import rehearsal as judge
+from fastloop.judge.parity import RESOLUTION
+from fastloop.judge.rehearsal import Deviation, Outcome
+from fastloop.records.plan import Rehearsed, Step
+
+LIMIT_S = 60.0
+COSTLY_LIMIT_S = 600.0
+"""For a rung with a one-time cost, such as a compile."""
+BASE_S, PER_LAYER_S = 5.0, 0.3
+"""What compiling a model takes, roughly, where that is not known: so much, and so much for each of its layers."""
+OPTIMIZER_LIMIT = 1e-2
+"""Deviation of an optimizer's step: rounding, where small differences of large weights are compared."""
+MOST_PLAYS = 3
+ENOUGH_MS = 300.0
+"""Of playing, for one reading."""
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How strictly rungs are judged."""
+
+    by_ladder: frozenset[str] = frozenset()
+    """Rungs that a shipped ladder switched on: they must be worth it. What the user switched on must only work."""
+    weighs_costs: bool = True
+    """Weigh one-time costs against the length of this run; a trial stands for a longer one."""
+    steps_left: int | None = None
+    """Optimizer steps; None where that is not known."""
+    batches_per_step: int = 1
+
+    def of_run(self, trainer: Any) -> Terms:
+        """These terms for the run that now begins."""
+        planned = count_planned_steps(trainer)
+        left = None if planned is None else max(0, planned - 1)
+        return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What a rehearsal may do to the run, given to it by the applier."""
+
+    apply: Callable[[Step], None]
+    unapply: Callable[[Step], None]
+    settings: Callable[[str], Any]
+    """Of a rung, by its name."""
+    say: Callable[[str], None]
+
+
+class Rehearsal:
+    """The rehearsal of one fit on one rank. All ranks take part in it at the same moment, and come to one answer."""
+
+    def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, hands: Hands) -> None:
+        self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
+        self._recorder = CallRecorder(site.module, site.facts.compile_targets)
+        self._began_at = site.trainer.global_step
+        self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
+        self._without_dropout = Played()
+
+    def stop_recording(self) -> None:
+        """The first batch is done, and with it all that is played later. Harmless when called twice."""
+        self._recorder.stop()
+
+    def is_due(self) -> bool:
+        """Whether the first optimizer step is done."""
+        return bool(self.site.trainer.global_step > self._began_at)
+
+    # -- the rehearsal itself -------------------------------------------------------------------------------------
+
+    def run(self) -> list[Outcome]:
+        """Try all rungs; those that stay are applied when this returns."""
+        outcomes: list[Outcome] = []
+        self.stop_recording()
+        calls = self._recorder.calls
+        names = dict.fromkeys(call.name for call in calls)
+        self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
+        surround, convert = self._surround, self._convert
+        self._player = Player(self.site.module, calls, self.site.device, context=surround, convert=convert)
+        self._memory = Remembered(self._player.modules, self.site.device)
+        try:
+            problem = self._play_unchanged()
+            for step in self.steps:
+                outcomes.append(self._try_step(step, problem, outcomes))
+            return self._drop_slow(outcomes)
+        finally:
+            self.site.recorded, self._base, self._without_dropout = {}, Played(), Played()
+            self._recorder.calls.clear()
+
+    def _play_unchanged(self) -> str | None:
+        """Read what the modules compute and take as the user wrote them; why they cannot be played again, if so."""
+        problem = self._recorder.problem
+        if problem is None and not self._recorder.calls:
+            problem = "no module with parameters was called in the first step"
+        if problem is None:
+            try:
+                with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
+                    self._base = self._play()
+                    self._base_ms = self._read_ms(self._base.ms, self._base.ms)
+                    if self._player.has_dropout():
+                        self._without_dropout = self._play(dropout=False)
+            except Exception as error:
+                problem = f"its calls cannot be played again: {_explain(error)}"
+        problems, times_ms = zip(*self._gather((problem, self._base_ms)), strict=True)
+        self._base_ms = max(times_ms)
+        return next((each for each in problems if each is not None), None)
+
+    def _try_step(self, step: Step, problem: str | None, before: list[Outcome]) -> Outcome:
+        """One rung, with those that were kept before it. All ranks say the same in the end."""
+        if problem is not None and step.change.rehearse == "modules":
+            if step.rung in self.terms.by_ladder:
+                return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
+            return self._apply_untried(step)
+        fault = next((each for each in self._gather(self._refuse(step)) if each is not None), None)
+        if fault is not None:
+            return Outcome(rung=step.rung, fault=fault, is_lasting=False)
+        outcome = self._agree(step, self._try_here(step, before))
+        if outcome.fault is not None and outcome.is_lasting and step.change.rehearse == "modules":
+            outcome = self._try_without_others(step, outcome, before)
+        if outcome.fault is not None and outcome.is_lasting:
+            self._memory.keep_failure(step.rung, self.hands.settings(step.rung), outcome.fault)
+        return outcome
+
+    def _refuse(self, step: Step) -> str | None:
+        """Why a rung is not even tried."""
+        known = self._memory.find_failure(step.rung, self.hands.settings(step.rung))
+        if known is not None:
+            return f"it failed here on {known.date}: {known.why}; to try it again, delete {self._memory.path}"
+        if not self.terms.weighs_costs or step.change.rehearse != "modules":
+            return None
+        if self._must_pay_back(step):
+            return judge.explain_no_pay_back(self._expect_first_call_s(step), self._step_ms, self.terms.steps_left)
+        allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self._step_ms)
+        if step.rung in self.terms.by_ladder and self._spent_s + 2e-3 * self._base_ms > allowed_s:
+            return f"this run is too short to try it: that may take {allowed_s:.2g} s, a twentieth of what is left"
+        return None
+
+    def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
+        """Apply a rung, and play what it changes; it is taken away again where that ends badly. No collectives."""
+        limit_s, is_lasting = COSTLY_LIMIT_S if _is_costly(step) else LIMIT_S, True
+        do = f"write rungs.{step.rung}.enabled: false"
+        try:
+            with (
+                announced(f"trying {step.rung} on the calls of the first step", self.hands.say),
+                limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
+                _autotune_apart(step),
+            ):
+                try_it = self._try_optimizers if step.change.rehearse == "optimizers" else self._try_modules
+                outcome = try_it(step, before)
+        except torch.cuda.OutOfMemoryError:
+            fault, is_lasting = "there was not enough memory to try it", False
+        except NotApplicable as error:
+            fault, is_lasting = str(error), False
+        except Exception as error:
+            fault = _explain(error)
+        else:
+            if outcome.fault is not None:
+                self.hands.unapply(step)
+            return outcome
+        self.hands.unapply(step)
+        self._check_device(step)
+        return Outcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
+
+    def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
+        self.hands.apply(step)
+        first = self._play()
+        # A compiled module draws other random numbers, and would be compiled anew without dropout.
+        dropout = _is_costly(step) or not self._player.has_dropout()
+        compared = first if dropout else self._play(dropout=False)
+        deviation = measure_deviation(self._base if dropout else self._without_dropout, compared)
+        captured = dynamo_graphs.count_captured() if _is_costly(step) else 0
+        second = self._play()
+        if _is_costly(step) and dynamo_graphs.count_captured() > captured:
+            return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
+        first_s = self._note_first_call(step, first, second)
+        precision = find_precision(self.site.trainer, self.site.module)
+        fault: str | None = None
+        told: float | None = deviation.largest
+        if not judge.is_close(deviation, precision):
+            fault, told = judge.find_fault(deviation, self._measure_rounding(compared, precision, dropout), precision)
+        changed_ms = self._read_ms(second.ms, first.ms)
+        saved_ms = (judge.find_last_ms(before, self._base_ms) - changed_ms) * self.terms.batches_per_step
+        return Outcome(
+            rung=step.rung,
+            fault=fault,
+            on_modules=True,
+            is_costly=_is_costly(step),
+            rehearsed=Rehearsed(deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms),
+            pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if first_s is not None else None,
+        )
+
+    def _try_optimizers(self, step: Step, _before: Sequence[Outcome]) -> Outcome:
+        usual = step_twins(self.site.optimizers, self.site.device)
+        self.hands.apply(step)
+        changed = step_twins(self.site.optimizers, self.site.device)
+        deviation = measure_deviation(usual, changed)
+        fault = None
+        if not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
+            fault = f"a step of the optimizer deviates by {deviation.largest:.2g}"
+        rehearsed = Rehearsed(deviation=deviation.largest, eager_ms=usual.ms, changed_ms=changed.ms)
+        return Outcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
+
+    def _try_without_others(self, step: Step, failed: Outcome, before: list[Outcome]) -> Outcome:
+        """Two rungs may break together what either leaves whole: then the faster one of both stays."""
+        others = {each.rung: each for each in self.steps if each.change.rehearse == "modules"}
+        for place in reversed(range(len(before))):
+            kept = before[place]
+            if kept.fault is not None or kept.rung not in others or kept.rehearsed is None:
+                continue
+            self.hands.unapply(others[kept.rung])
+            rest = [each for each in before if each is not kept]
+            alone = self._agree(step, self._try_here(step, rest))
+            if (
+                alone.rehearsed
+                and alone.fault is None
+                and not judge.is_slower(alone.rehearsed, kept.rehearsed.changed_ms)
+            ):
+                why = f"it breaks {step.rung}, which is faster alone: {failed.fault}"
+                before[place] = replace(kept, fault=why, is_lasting=False)
+                return alone
+            if alone.fault is None:
+                self.hands.unapply(step)
+            self.hands.apply(others[kept.rung])
+            if alone.fault is None:
+                return replace(failed, fault=f"{failed.fault}; it works without {kept.rung}, which is faster alone")
+        return failed
+
+    def _drop_slow(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """What a shipped ladder switched on and makes the first step's calls slower is taken away again."""
+        judged = judge.drop_slow(outcomes, self._base_ms, self.terms.by_ladder)
+        steps = {each.rung: each for each in self.steps}
+        for before, after in zip(outcomes, judged, strict=True):
+            if before.fault is None and after.fault is not None:
+                self.hands.unapply(steps[after.rung])
+        return judged
+
+    # -- readings -------------------------------------------------------------------------------------------------
+
+    @property
+    def _step_ms(self) -> float:
+        return self._base_ms * self.terms.batches_per_step
+
+    def _play(self, *, dropout: bool = True) -> Played:
+        played = self._player.play(dropout=dropout)
+        self._spent_s += played.ms / 1e3
+        return played
+
+    def _read_ms(self, first_ms: float, warm_up_ms: float) -> float:
+        """The shortest of a few plays, as many as there is time for."""
+        shortest, plays, spent_ms = first_ms, 1, first_ms
+        step_ms = min(first_ms, warm_up_ms) * self.terms.batches_per_step
+        allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, step_ms) if self.terms.weighs_costs else math.inf
+        while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._spent_s + first_ms / 1e3 <= allowed_s:
+            played_ms = self._play().ms
+            shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
+        return shortest
+
+    def _measure_rounding(self, usual: Played, precision: str, dropout: bool) -> Deviation:
+        """What rounding, and other random draws, do to the modules as they are now."""
+        with self._player.perturbed(RESOLUTION[precision]):
+            rounded = measure_deviation(usual, self._play(dropout=dropout))
+        drawn = measure_deviation(usual, self._player.play(seed=1, dropout=dropout))
+        gradients = [each.gradients for each in (rounded, drawn) if each.gradients is not None]
+        return Deviation(outputs=max(rounded.outputs, drawn.outputs), gradients=max(gradients, default=None))
+
+    def _note_first_call(self, step: Step, first: Played, second: Played) -> float | None:
+        """What the first call took longer than the second, where that is a cost to weigh."""
+        if not _is_costly(step):
+            return None
+        seconds = max(0.0, first.ms - second.ms) / 1e3
+        self._spent_s -= seconds
+        self._memory.keep_first_call_s(step.rung, self.hands.settings(step.rung), seconds)
+        return seconds
+
+    def _must_pay_back(self, step: Step) -> bool:
+        wanted = step.change.pay_back
+        return wanted == "required" or (wanted == "auto" and step.rung in self.terms.by_ladder)
+
+    def _expect_first_call_s(self, step: Step) -> float:
+        known = self._memory.find_first_call_s(step.rung, self.hands.settings(step.rung))
+        if known is not None:
+            return known
+        layers = sum(not list(inner.children()) for module in self._player.modules for inner in module.modules())
+        return BASE_S + PER_LAYER_S * layers
+
+    # -- the run around it ----------------------------------------------------------------------------------------
+
+    def _apply_untried(self, step: Step) -> Outcome:
+        try:
+            self.hands.apply(step)
+        except Exception as error:
+            self.hands.unapply(step)
+            return Outcome(rung=step.rung, fault=_explain(error), is_lasting=False)
+        return Outcome(rung=step.rung)
+
+    def _agree(self, step: Step, mine: Outcome) -> Outcome:
+        """The answer of all ranks: what fails on one is taken away on all, and times are those of the slowest."""
+        every = self._gather(mine)
+        failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)
+        if failed is None:
+            times = [each.rehearsed.changed_ms for each in every if each.rehearsed and each.rehearsed.changed_ms]
+            rehearsed = None if mine.rehearsed is None else replace(mine.rehearsed, changed_ms=max(times, default=None))
+            return replace(mine, rehearsed=rehearsed)
+        if mine.fault is None:
+            self.hands.unapply(step)
+        theirs = every[failed]
+        where = f"on rank {failed}: " if len(every) > 1 else ""
+        return replace(mine, fault=f"{where}{theirs.fault}", is_lasting=theirs.is_lasting)
+
+    def _gather(self, mine: Answer) -> list[Answer]:
+        if self.site.trainer.world_size == 1:
+            return [mine]
+        every: list[Any] = [None] * self.site.trainer.world_size
+        torch.distributed.all_gather_object(every, mine)
+        return every
+
+    @contextlib.contextmanager
+    def _surround(self) -> Iterator[None]:
+        """What surrounds a training step: the precision, and DDP, which tells Dynamo where its buckets end."""
+        inside = getattr(self.site.wrapped, "_inside_ddp_forward", contextlib.nullcontext)
+        with inside(), self.site.strategy.precision_plugin.train_step_context():
+            yield
+
+    def _convert(self, value: Any) -> Any:
+        for convert in self.site.staging.conversions:
+            value = convert(value)
+        return value
+
+    def _check_device(self, step: Step) -> None:
+        """Go no further on a device that is lost: every later call would fail, and say nothing of the cause."""
+        if self.site.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.site.device)
+            torch.cuda.empty_cache()
+        except Exception as error:
+            raise FastLoopError(
+                got=f"a GPU that does not answer after the rehearsal of {step.rung}",
+                why=_explain(error),
+                do=f"write rungs.{step.rung}.enabled: false",
+            ) from error
+
+
+def _is_costly(step: Step) -> bool:
+    """Whether its first call has a one-time cost."""
+    return step.change.pay_back is not None
+
+
+def _explain(error: BaseException) -> str:
+    """What went wrong. A limit may have passed inside a compile, which makes an error of its own of it; what a signal's
+    handler raised is none of ours."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeLimit):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    let_through(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+@contextlib.contextmanager
+def _autotune_apart(step: Step) -> Iterator[None]:
+    """Inductor's autotuning in a process of its own: a kernel that breaks the CUDA context then breaks that one's."""
+    if not _is_costly(step):
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch(autotune_in_subproc=torch.cuda.is_available()):
+        yield

@@ -1,0 +1,89 @@
+"""What earlier rehearsals of this model have shown: read before one, and written after it.
+
+A note, never a condition: a cache that cannot be read or written is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fastloop.records import store
+from fastloop.records.rehearsal import Failure, RehearsalsFile
+
+FILE = "rehearsals.json"
+MOST = 200
+Value = TypeVar("Value")
+
+
+class Remembered:
+    """The file, and the fingerprints under which this model stands in it."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop"
+        self._model = fingerprint(modules, device)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / FILE
+
+    def find_failure(self, rung: str, settings: Any) -> Failure | None:
+        return self._read().failures.get(self._key(rung, settings))
+
+    def find_first_call_s(self, rung: str, settings: Any) -> float | None:
+        return self._read().first_call_s.get(self._key(rung, settings))
+
+    def keep_failure(self, rung: str, settings: Any, why: str) -> None:
+        known, date = self._read(), datetime.now(timezone.utc).date().isoformat()
+        failure = Failure(rung=rung, why=why, date=date)
+        self._write(replace(known, failures=_add(known.failures, self._key(rung, settings), failure)))
+
+    def keep_first_call_s(self, rung: str, settings: Any, seconds: float) -> None:
+        known = self._read()
+        self._write(replace(known, first_call_s=_add(known.first_call_s, self._key(rung, settings), seconds)))
+
+    def _key(self, rung: str, settings: Any) -> str:
+        return _digest(rung, repr(settings), self._model)
+
+    def _read(self) -> RehearsalsFile:
+        return store.load(self.path, RehearsalsFile) or RehearsalsFile()
+
+    def _write(self, content: RehearsalsFile) -> None:
+        with contextlib.suppress(OSError):
+            store.save(self.folder, {FILE: content})
+
+
+def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str:
+    """Of what decides whether a rung works: the modules' classes and code, the parameters' shapes, versions, device."""
+    parts: list[Any] = [torch.__version__, device.type]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+    kinds: dict[type, None] = {}
+    for module in modules:
+        kinds.update(dict.fromkeys(type(inner) for inner in module.modules()))
+        parts += [(name, tuple(each.shape), str(each.dtype)) for name, each in module.named_parameters()]
+    for kind in kinds:
+        parts.append(f"{kind.__module__}.{kind.__qualname__}")
+        if not kind.__module__.startswith("torch."):
+            with contextlib.suppress(OSError, TypeError):  # code that was typed into an interpreter has no source
+                parts.append(inspect.getsource(kind))
+    return _digest(*map(repr, parts))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _add(known: Mapping[str, Value], key: str, value: Value) -> dict[str, Value]:
+    """The newest last, and no more than `MOST`."""
+    others = [(name, each) for name, each in known.items() if name != key]
+    return dict([*others[-(MOST - 1) :], (key, value)])

@@ -1,0 +1,94 @@
+"""A limit for work in the user's own process: an exception where Python runs, and the end of the process where not."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+GRACE_S = 60.0
+"""Native code that does not come back to Python within this time after the limit never will."""
+SILENT_S = 2.0
+"""Whoever waits for longer wants to know what for."""
+REPEAT_S = 20.0
+
+
+class TimeLimit(Exception):
+    """The work took longer than its limit."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
+    """Raise `TimeLimit` in this thread after `seconds`; end the process with its cause where that is not heard.
+
+    Args:
+        cause: what hung, for the last words.
+        do: the key to turn off.
+    """
+    last_words = threading.Timer(seconds + GRACE_S, _end_process, (seconds + GRACE_S, cause, do))
+    last_words.daemon = True
+    last_words.start()
+    try:
+        with _alarm(seconds):
+            yield
+    finally:
+        last_words.cancel()
+        last_words.join()
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """By a signal, which also ends waiting for a lock. Only the main thread hears signals."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(_number: int, _frame: FrameType | None) -> None:
+        raise TimeLimit(f"it took longer than {seconds:.0f} s")
+
+    handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # the user's own alarm, that much later as it would have come
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), again)
+
+
+def _end_process(seconds: float, cause: str, do: str) -> None:
+    sys.stderr.write(
+        f"fastloop: got {cause} that has hung for {seconds:.0f} s\n"
+        "  why native code does not come back, and nothing else can end it\n"
+        f"  do  {do}\n"
+    )
+    sys.stderr.flush()
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def announced(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say what is going on once it has taken two seconds, and again every twenty."""
+    done, began = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        wait = SILENT_S
+        while not done.wait(wait):
+            say(f"{what} ({time.monotonic() - began:.0f} s so far)")
+            wait = REPEAT_S
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,186 @@
+"""Run a model as often as need be, and leave no trace: what a forward pass changes is put back.
+
+A backward pass by ``torch.autograd.grad`` leaves gradients, their hooks and DDP alone; what is left is what a forward
+pass may change: random streams, buffers, and whatever Python objects its modules and hooks keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastloop.bridge import namespaces
+from fastloop.errors import NotApplicable
+
+MOST_OBJECTS = 100_000
+"""Python objects that a model may keep; looking at more would take longer than a step."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OURS = ("_compiled_call_impl", "_parameters", "_modules", *HOOKS)
+"""Attributes of a module that no forward pass changes, or that are not the user's."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.ModuleType, torch.dtype)
+_NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
+
+
+@contextlib.contextmanager
+def untouched(*modules: torch.nn.Module) -> Iterator[None]:
+    """What the modules keep, and all random streams, are afterwards what they were before, bit for bit.
+
+    Raises:
+        NotApplicable: the modules keep more than can be put back.
+    """
+    streams, kept = keep_random_streams(), Kept()
+    for module in modules:
+        kept.keep_module(module)
+    try:
+        yield
+    finally:
+        kept.restore()
+        streams()
+
+
+def keep_random_streams() -> Callable[[], None]:
+    """Note where all random streams are; returns what puts them back."""
+    numpy = sys.modules.get("numpy")
+    python, host = random.getstate(), torch.get_rng_state()
+    arrays = numpy.random.get_state() if numpy is not None else None
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+    return restore
+
+
+class Kept:
+    """Copies of what objects hold, each object once, and the way back."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        """Every object looked at; held, so that no other gets its id."""
+        self._undos: list[Callable[[], object]] = []
+
+    def restore(self) -> None:
+        """Put everything back, last note first."""
+        with torch.no_grad():
+            for undo in reversed(self._undos):
+                undo()
+
+    def keep_module(self, root: torch.nn.Module) -> None:
+        """A module with all inside it, and what its hooks keep."""
+        for module in root.modules():
+            if id(module) in self._seen:
+                continue
+            self._note(module)
+            attributes = {name: value for name, value in vars(module).items() if name not in OURS}
+            self._keep_attributes(module, attributes)
+            for value in attributes.values():
+                self._keep(value)
+            for registry in HOOKS:
+                for hook in getattr(module, registry, {}).values():
+                    self._keep_callable(hook)
+
+    def _keep_attributes(self, owner: Any, before: dict[str, Any]) -> None:
+        self._undos.append(partial(_restore_attributes, owner.__dict__, before))
+
+    def _note(self, value: Any) -> None:
+        self._seen[id(value)] = value
+        if len(self._seen) > MOST_OBJECTS:
+            raise NotApplicable(f"the model keeps more than {MOST_OBJECTS:,} Python objects")
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._note(value)
+        if isinstance(value, torch.Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, torch.Generator):
+            self._undos.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undos.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, (list, deque, set, dict)):
+            self._keep_container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            for member in value:
+                self._keep(member)
+        elif isinstance(value, torch.nn.Module):
+            self.keep_module(value)
+        elif isinstance(value, types.MethodType):
+            self._keep_callable(value)
+        elif type(value).__module__.partition(".")[0] == "numpy":
+            self._keep_array(value)
+        elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_NOT_WALKED):
+            before = dict(vars(value))
+            self._keep_attributes(value, before)
+            for member in before.values():
+                self._keep(member)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
+            return
+        # Not only where its version moved: batch normalization writes its running statistics without moving it.
+        self._undos.append(partial(tensor.detach().copy_, tensor.detach().clone()))
+
+    def _keep_array(self, value: Any) -> None:
+        if hasattr(value, "bit_generator"):
+            self._undos.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif hasattr(value, "shape") and value.shape and value.flags.writeable:
+            self._undos.append(partial(value.__setitem__, ..., value.copy()))
+
+    def _keep_container(self, value: Any) -> None:
+        before = list(value.items() if isinstance(value, dict) else value)
+
+        def restore() -> None:
+            now = list(value.items() if isinstance(value, dict) else value)
+            if len(now) == len(before) and all(_is_same(old, new) for old, new in zip(before, now, strict=True)):
+                return
+            value.clear()
+            if isinstance(value, dict):
+                value.update(dict(before))  # of a Counter, which would count pairs
+            else:
+                value.update(before) if isinstance(value, set) else value.extend(before)
+
+        self._undos.append(restore)
+        for member in before:
+            self._keep(member)
+
+    def _keep_callable(self, hook: Any) -> None:
+        """What a hook may write to: the object it is a method of, or the variables around it."""
+        self._keep(getattr(hook, "__self__", None))
+        function = getattr(hook, "__func__", hook)
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                continue
+            self._undos.append(partial(setattr, cell, "cell_contents", content))
+            self._keep(content)
+        if not isinstance(function, types.FunctionType) and not isinstance(hook, types.MethodType):
+            self._keep(function)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """The same object, or of a mapping the same key and value."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) == 2:
+        return old[0] is new[0] and old[1] is new[1]
+    return old is new
+
+
+def _restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [name for name in now if name not in before and name not in OURS]:
+        del now[name]
+    for name, value in before.items():
+        if now.get(name, now) is not value:
+            now[name] = value

@@ -1,0 +1,144 @@
+"""Whether what a rehearsal showed is good enough, and whether a one-time cost can pay back. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from fastloop.judge.parity import TAU
+from fastloop.records.plan import Rehearsed
+
+NO_GATE = 0.1
+"""A limit above this passes everything and tells nothing."""
+ROUNDINGS = 5
+"""A deviation of so many times what rounding does to the unchanged modules is not the rung's."""
+REHEARSAL_SHARE = 0.05
+"""Of the run's expected time, all rehearsals together at most."""
+BEST_SAVING = 0.5
+"""Of a module's time: no compile is taken to save more before it has been tried."""
+SLOWER, SLOWER_MS = 1.05, 0.05
+"""Times, and milliseconds, beyond which changed modules are slower and not just timed at another moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """How far changed modules are from the same modules unchanged: norms of differences over norms."""
+
+    outputs: float
+    gradients: float | None
+    """None where nothing asked for one."""
+    finite: bool = True
+    """All numbers are, where those of the unchanged modules are."""
+
+    @property
+    def largest(self) -> float:
+        return max(self.outputs, self.gradients or 0.0)
+
+
+def is_close(seen: Deviation, precision: str) -> bool:
+    """Whether a deviation needs no excuse in this precision, a key of ``TAU``."""
+    return seen.finite and seen.largest <= TAU[precision]
+
+
+def find_fault(seen: Deviation, rounding: Deviation, precision: str) -> tuple[str | None, float | None]:
+    """What is wrong with a deviation above the usual limit, given what rounding does to the unchanged modules.
+
+    Returns:
+        The fault, None where there is none; and the deviation that could be told, None where none could.
+    """
+    if not seen.finite:
+        return "outputs or gradients are not finite numbers", None
+    told: list[float] = []
+    for name, value, noise in (
+        ("outputs", seen.outputs, rounding.outputs),
+        ("gradients", seen.gradients, rounding.gradients),
+    ):
+        limit = max(TAU[precision], ROUNDINGS * (noise or 0.0))
+        if value is None or (limit > NO_GATE and value <= limit):
+            continue  # rounding alone scatters them: no limit would mean anything
+        if value > limit:
+            return f"{name} deviate by {value:.2g}, more than the {limit:.2g} that {precision} explains", value
+        told.append(value)
+    return None, max(told, default=None)
+
+
+def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -> str | None:
+    """Why a one-time cost is not worth paying, before it is paid; None where it may be.
+
+    Args:
+        cost_s: what it is expected to take.
+        step_ms: of the modules it would speed up, per optimizer step.
+        steps_left: optimizer steps that this run still has; None = not known, and taken to be many.
+    """
+    saved_ms = BEST_SAVING * step_ms
+    if steps_left is None or 1e3 * cost_s <= saved_ms * steps_left:
+        return None
+    after = math.ceil(1e3 * cost_s / saved_ms) if saved_ms else None
+    when = "never" if after is None else f"after {after:,} steps"
+    return (
+        f"it takes about {cost_s:.0f} s once; if it halved the {step_ms:.3g} ms of each step, it would pay back {when},"
+        f" and this run has {steps_left:,} left"
+    )
+
+
+def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:
+    """Optimizer steps after which a one-time cost is saved; None where nothing is."""
+    return 1e3 * cost_s / saved_ms if saved_ms > 0 else None
+
+
+def limit_rehearsal_s(steps_left: int | None, step_ms: float) -> float:
+    """Seconds that the rehearsals of one run may take."""
+    return math.inf if steps_left is None else REHEARSAL_SHARE * steps_left * step_ms / 1e3
+
+
+def is_slower(seen: Rehearsed, than_ms: float | None) -> bool:
+    """Whether the changed modules are slower than the same without the change."""
+    if seen.changed_ms is None or than_ms is None:
+        return False
+    return seen.changed_ms > SLOWER * than_ms + SLOWER_MS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one rung."""
+
+    rung: str
+    fault: str | None = None
+    """Why it is taken away again; None: it stays."""
+    is_lasting: bool = True
+    """The next run would meet the fault again."""
+    on_modules: bool = False
+    """Played with the modules, so that its times stand in a row with those of other such rungs."""
+    is_costly: bool = False
+    """Its first call has a one-time cost."""
+    rehearsed: Rehearsed | None = None
+    pays_back_after_steps: float | None = None
+
+
+def find_last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
+    """What the modules take with all that was kept so far."""
+    kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]
+    return next((each for each in reversed(kept) if each is not None), base_ms)
+
+
+def drop_slow(outcomes: Sequence[Outcome], base_ms: float, by_ladder: Collection[str]) -> list[Outcome]:
+    """The outcomes, with a fault for each rung of a shipped ladder that makes what was played slower.
+
+    Of a stack that ends with a compile nothing is dropped: rungs may only pay together, and each change compiles anew.
+    """
+    judged = list(outcomes)
+    for place in reversed(range(len(judged))):
+        outcome = judged[place]
+        if outcome.fault is not None or outcome.rehearsed is None:
+            continue
+        without_ms = outcome.rehearsed.eager_ms
+        if outcome.on_modules:
+            without_ms = min(find_last_ms(judged[:place], base_ms), base_ms)
+        if not is_slower(outcome.rehearsed, without_ms):
+            if outcome.is_costly:
+                break
+        elif outcome.rung in by_ladder:
+            times = f"{outcome.rehearsed.changed_ms:.3g} ms, {without_ms:.3g} ms without it"
+            judged[place] = replace(outcome, fault=f"slower on the calls of the first step: {times}", is_lasting=False)
+    return judged
