@@ -248,5 +248,5 @@ def _check_checkpoint(config: Config, trusted: bool) -> None:
             got=got,
             why=f"it holds more than tensors and plain values: {_ANSI.sub('', why)}",
             key="run.resume",
-            do="if you made this file yourself, add --trust-checkpoint; loading it then runs code from it",
+            do="if you made this file yourself, fastloop run … --trust-checkpoint loads it, which runs code from it",
         ) from None
