@@ -128,7 +128,7 @@ def _answer(
 ) -> Answer:
     """The answer from the records; findings are made anew, by the rules of this version."""
     enabled = tuple(step.rung for step in plan.steps)
-    found = rules.findings(seen, cards(), enabled)
+    found = rules.findings(seen, cards(), enabled, verdicts)
     then, later = rules.next_steps(found, seen, cards(), enabled)
     report = store.report_in(where)
     lines = summary.lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
@@ -198,7 +198,7 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Write the files of a run that depend on its measurement, anew."""
     enabled = tuple(step.rung for step in plan.steps)
-    found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled)
+    found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled, verdicts)
     then, later = rules.next_steps(found, seen, cards(), enabled)
     contents = files.run_files(
         config_yaml="",

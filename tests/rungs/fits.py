@@ -17,8 +17,12 @@ Rungs = Mapping[str, Mapping[str, Any]]
 
 
 def loop(rungs: Rungs, **settings: Any) -> FastLoop:
-    """A FastLoop with these rungs on, watching from the second step."""
-    config = {"rungs": {name: {"enabled": True, **keys} for name, keys in rungs.items()}, "watch": {"warmup_steps": 1}}
+    """A FastLoop with these rungs on from the first step, watching from the second. Rehearsals have their own tests."""
+    config = {
+        "rungs": {name: {"enabled": True, **keys} for name, keys in rungs.items()},
+        "watch": {"warmup_steps": 1},
+        "rehearsal": "off",
+    }
     return FastLoop(config, quiet=True, **settings)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.untouched import untouched
 from fastloop.errors import NotApplicable
@@ -124,11 +125,16 @@ class Player:
         self._random = torch.Generator(device=device)
         self.modules = [module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
 
-    def play(self, *, seed: int | None = None) -> Played:
+    def has_dropout(self) -> bool:
+        """Whether `play` without dropout is another one."""
+        return any(isinstance(each, _DropoutNd) and each.p > 0 for module in self.modules for each in module.modules())
+
+    def play(self, *, seed: int | None = None, dropout: bool = True) -> Played:
         """All calls, forward and backward; everything is afterwards as it was.
 
         Args:
             seed: of the random streams, in place of where they are.
+            dropout: False: without it, so that two plays can be compared whatever random numbers they draw.
 
         Raises:
             Exception: whatever the modules raise.
@@ -137,6 +143,9 @@ class Player:
         with untouched(*self.modules), torch.enable_grad(), self._without_tensor_hooks():
             if seed is not None:
                 torch.manual_seed(seed)
+            if not dropout:
+                for each in (each for module in self.modules for each in module.modules()):
+                    each.training = each.training and not isinstance(each, _DropoutNd)
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             for index, call in enumerate(self.calls):
                 args, kwargs = self._convert(copy_value(call.args)), self._convert(copy_value(dict(call.kwargs)))
@@ -182,7 +191,9 @@ class Player:
             self._random.manual_seed(index * 1000 + place)
             made = torch.randn(output.shape, generator=self._random, device=output.device)
             self._cotangents[key] = made if output.dim() else torch.ones_like(made)
-        return self._cotangents[key].to(output.dtype)
+        if (usual := self._cotangents[key]).shape != output.shape:
+            raise ValueError(f"an output has another shape: {tuple(output.shape)} in place of {tuple(usual.shape)}")
+        return usual.to(output.dtype)
 
     @contextlib.contextmanager
     def _without_tensor_hooks(self) -> Iterator[None]:
@@ -236,11 +247,11 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
     """How far the second is from the first.
 
     Raises:
-        NotApplicable: they have other outputs, or outputs of other shapes.
+        ValueError: they have other outputs, or outputs of other shapes.
     """
     shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
     if shapes[0] != shapes[1]:
-        raise NotApplicable(f"the outputs have other shapes: {shapes[1]} in place of {shapes[0]}")
+        raise ValueError(f"the outputs have other shapes: {shapes[1]} in place of {shapes[0]}")
     names = unchanged.gradients.keys() | changed.gradients.keys()
     pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
     outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))

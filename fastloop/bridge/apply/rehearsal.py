@@ -99,6 +99,7 @@ class Rehearsal:
         self._recorder = CallRecorder(site.module, site.facts.compile_targets)
         self._began_at = site.trainer.global_step
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
+        self._without_dropout = Played()
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
@@ -126,7 +127,7 @@ class Rehearsal:
                 outcomes.append(self._try_step(step, problem, outcomes))
             return self._drop_slow(outcomes)
         finally:
-            self.site.recorded, self._base = {}, Played()
+            self.site.recorded, self._base, self._without_dropout = {}, Played(), Played()
             self._recorder.calls.clear()
             self.seconds = time.monotonic() - began
 
@@ -140,6 +141,8 @@ class Rehearsal:
                 with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
                     self._base = self._play()
                     self._base_ms = self._read_ms(self._base.ms, self._base.ms)
+                    if self._player.has_dropout():
+                        self._without_dropout = self._play(dropout=False)
             except Exception as error:
                 problem = f"its calls cannot be played again: {_describe(error)}"
         problems, times_ms = zip(*self._gather((problem, self._base_ms)), strict=True)
@@ -207,7 +210,10 @@ class Rehearsal:
     def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         self.hands.apply(step)
         first = self._play()
-        deviation = measure_deviation(self._base, first)
+        # A compiled module draws other random numbers, and would be compiled anew without dropout.
+        dropout = _is_costly(step) or not self._player.has_dropout()
+        compared = first if dropout else self._play(dropout=False)
+        deviation = measure_deviation(self._base if dropout else self._without_dropout, compared)
         captured = dynamo_graphs.count_captured() if _is_costly(step) else 0
         second = self._play()
         if _is_costly(step) and dynamo_graphs.count_captured() > captured:
@@ -217,7 +223,7 @@ class Rehearsal:
         fault: str | None = None
         told: float | None = deviation.largest
         if not judge.is_close(deviation, precision):
-            fault, told = judge.find_fault(deviation, self._measure_rounding(first, precision), precision)
+            fault, told = judge.find_fault(deviation, self._measure_rounding(compared, precision, dropout), precision)
         changed_ms = self._read_ms(second.ms, first.ms)
         saved_ms = (_last_ms(before, self._base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
@@ -293,8 +299,8 @@ class Rehearsal:
     def _step_ms(self) -> float:
         return self._base_ms * self.terms.batches_per_step
 
-    def _play(self) -> Played:
-        played = self._player.play()
+    def _play(self, *, dropout: bool = True) -> Played:
+        played = self._player.play(dropout=dropout)
         self._spent_s += played.ms / 1e3
         return played
 
@@ -308,11 +314,11 @@ class Rehearsal:
             shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
         return shortest
 
-    def _measure_rounding(self, usual: Played, precision: str) -> Deviation:
+    def _measure_rounding(self, usual: Played, precision: str, dropout: bool) -> Deviation:
         """What rounding, and other random draws, do to the modules as they are now."""
         with self._player.perturbed(RESOLUTION[precision]):
-            rounded = measure_deviation(usual, self._play())
-        drawn = measure_deviation(usual, self._player.play(seed=1))
+            rounded = measure_deviation(usual, self._play(dropout=dropout))
+        drawn = measure_deviation(usual, self._player.play(seed=1, dropout=dropout))
         gradients = [each.gradients for each in (rounded, drawn) if each.gradients is not None]
         return Deviation(outputs=max(rounded.outputs, drawn.outputs), gradients=max(gradients, default=None))
 

@@ -119,7 +119,7 @@ class Kept:
             self.keep_module(value)
         elif isinstance(value, types.MethodType):
             self._keep_callable(value)
-        elif type(value).__module__ == "numpy":
+        elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
         elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_NOT_WALKED):
             before = dict(vars(value))
@@ -147,7 +147,10 @@ class Kept:
             if len(now) == len(before) and all(_is_same(old, new) for old, new in zip(before, now, strict=True)):
                 return
             value.clear()
-            value.update(before) if isinstance(value, (dict, set)) else value.extend(before)
+            if isinstance(value, dict):
+                value.update(dict(before))  # of a Counter, which would count pairs
+            else:
+                value.update(before) if isinstance(value, set) else value.extend(before)
 
         self._undos.append(restore)
         for member in before:

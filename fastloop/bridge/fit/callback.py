@@ -163,13 +163,24 @@ class FastLoop(Callback):
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._eyes is not None:
-            self._eyes.batch_end(trainer, outputs, batch)
+            whole = batch if self._applier is None else self._applier.find_whole(batch)
+            self._eyes.batch_end(trainer, outputs, whole)
         if self._first:
             self._first, self._training = False, True
             self._switch_hook("on_train_batch_end", self._eyes is not None)
             if self._applier is not None:
                 self._applier.first_batch_done()
             self._collect_evidence(trainer)
+
+    @fail_open
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_starts()
+
+    @fail_open
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_ends()
 
     @fail_open
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -191,7 +202,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (line := hint(exception, pl_module)) is not None:
+        if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
         if not self._training:
             return
@@ -297,7 +308,8 @@ class FastLoop(Callback):
             )
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
-            self.findings = diagnose.findings(self.measurement, cards(), self.config.ladder.enabled())
+            enabled = self.config.ladder.enabled()
+            self.findings = diagnose.findings(self.measurement, cards(), enabled, self.verdicts)
 
     def _conclude(self, trainer: Any) -> None:
         self._training = False

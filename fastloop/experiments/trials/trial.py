@@ -24,7 +24,7 @@ from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.run_files import MEASUREMENT
 from fastloop.records.secrets import Scrubber, make_scrubber
-from fastloop.records.trial import ANSWERS, TrialAnswer
+from fastloop.records.trial import ANSWERS, Ledger, TrialAnswer
 from fastloop.records.trial import Trial as Trial
 from fastloop.records.trial import Variation as Variation
 
@@ -136,6 +136,7 @@ def run_trial(
     cause = ended.cause and _in_its_words(ended.cause, ended.tail)
     if cause is None and (answer if job.variation in ANSWERS else measurement) is None:
         cause = "it ended without a result"
+    cause = cause or describe_dead_rank(run_dir, measurement)
     trial = Trial(
         name=name,
         ok=cause is None,
@@ -165,6 +166,25 @@ def load_results(run_dir: Path, variation: Variation) -> tuple[Measurement | Non
     kind = ANSWERS.get(variation)
     answer = None if kind is None else store.load(run_dir / ANSWER, kind)
     return store.load(run_dir / MEASUREMENT, Measurement), answer
+
+
+def describe_dead_rank(run_dir: Path, measurement: Measurement | None) -> str | None:
+    """Which rank's fit did not come to its end although rank 0's did, and by what; None where all did.
+
+    Each rank leaves a record with rank 0 and, where one is kept, a ledger in the directory. One that left neither was
+    killed: at the latest when rank 0, which waits for the records, had gone.
+    """
+    seen = measurement or Measurement()
+    ends = {each.get("rank"): each.get("ended_by") for each in seen.ranks}
+    steps: dict[int | None, int | None] = {}
+    for path in run_dir.glob("ledger*.json"):
+        if (ledger := store.load(path, Ledger)) is not None:
+            steps[ledger.rank] = ledger.optimizer_steps
+            ends[ledger.rank] = (ledger.ended_by or "an exception") if ledger.partial else ends.get(ledger.rank)
+    for rank in range(1, seen.world_size):
+        if ended_by := ends.get(rank, "it was killed, or hung" if steps else None):
+            return f"rank {rank} died in its fit{f' at step {steps[rank]}' if rank in steps else ''}: {ended_by}"
+    return None
 
 
 def forget(run_dir: Path) -> None:

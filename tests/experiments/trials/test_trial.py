@@ -82,6 +82,21 @@ def test_a_training_that_prints_its_key_leaves_it_in_no_file(tmp_path: Path) -> 
     assert (tmp_path / SECRET).is_file(), "the file that the recipe was to write, under the name it was given"
 
 
+def test_a_rank_that_ended_badly_is_found_by_its_ledger_or_its_record(tmp_path: Path) -> None:
+    def found(*ends: Any) -> str | None:
+        ranks = tuple({"rank": rank, "ended_by": end} for rank, end in enumerate(ends))
+        return trial.describe_dead_rank(tmp_path, Measurement(world_size=2, ranks=ranks))
+
+    assert found(None) is found(None, None) is None, "without a ledger a record may have come too late"
+    assert found(None, "ValueError") == "rank 1 died in its fit: ValueError"
+    (tmp_path / "ledger.json").write_text(json.dumps({"schema": 1, "rank": 0, "partial": False}))
+    assert found(None) == "rank 1 died in its fit: it was killed, or hung", "it left neither record nor ledger"
+    assert found(None, None) is None, "on another machine, with a disk of its own"
+    ledger = {"schema": 1, "rank": 1, "partial": True, "optimizer_steps": 9, "ended_by": "OSError"}
+    (tmp_path / "ledger-1.json").write_text(json.dumps(ledger))
+    assert found(None) == found(None, None) == "rank 1 died in its fit at step 9: OSError"
+
+
 def test_checkpoints_elsewhere_are_left_alone_and_those_of_its_own_are_not(tmp_path: Path) -> None:
     mine = tmp_path / "mine" / "last.ckpt"
     mine.parent.mkdir()

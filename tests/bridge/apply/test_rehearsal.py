@@ -1,0 +1,458 @@
+"""Rungs are tried on the first step's calls: what breaks is off, what was tried leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastloop import FastLoop
+from fastloop.bridge.apply import recorded_calls, rehearsal
+from fastloop.records.plan import Action, Applied, Change, Site
+from fastloop.rungs.amp import Amp
+from fastloop.rungs.layout import Layout
+from tests.bridge.launch import python
+
+Forward = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""From a module's forward to the one that a planted rung puts in its place."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Inner(torch.nn.Module):
+    """Dropout, running statistics and a counter, so that a rehearsal has what it must put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Dropout(0.3)
+        )
+        self.head, self.calls = torch.nn.Linear(16, 1), 0
+
+    def forward(self, x: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.head(self.layers(x))
+        return out if scale is None else scale * out
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Inner()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(self.net(batch[0], scale=None), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Manual(Module):
+    """Two optimizers, and a module that is called twice a step, once without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        with torch.no_grad():
+            target = self.net(batch[0])
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1] + 0.1 * target)
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in (first, second):
+            optimizer.step()
+        self.losses.append(float(loss.detach()))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (self.net.layers, self.net.head)]
+
+
+def data(samples: int = 48) -> DataLoader[Any]:
+    draws = torch.Generator().manual_seed(0)
+    pairs = TensorDataset(torch.randn(samples, 8, generator=draws), torch.randn(samples, 1, generator=draws))
+    return DataLoader(pairs, batch_size=8, shuffle=True)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, forward: Forward, kind: Any = Amp, **change: Any) -> None:
+    """Let a rung put another forward into ``net``."""
+
+    def do(site: Site) -> Applied:
+        net = site.module.net
+        net.forward = forward(type(net).forward.__get__(net))
+        return Applied(undo=lambda: vars(net).pop("forward", None) and None, probe=lambda: {"dtype": "torch.bfloat16"})
+
+    settings: dict[str, Any] = {"parity": "approximate", "rehearse": "modules", **change}
+    wanted = Change(actions=(Action(when="model", do=do),), **settings)
+    monkeypatch.setattr(kind, "plan", lambda self, facts: wanted)
+
+
+def config(*rungs: str, **more: Any) -> dict[str, Any]:
+    return {"rungs": {rung: {"enabled": True} for rung in rungs}, "watch": {"warmup_steps": 2}, **more}
+
+
+def fit(
+    settings: Any, module: Module | None = None, *, steps: int = 12, by_ladder: tuple[str, ...] = (), **trainer: Any
+) -> tuple[FastLoop | None, Module, Any]:
+    """A fit of `steps`; the module, and everything that two equal fits have in common."""
+    torch.manual_seed(3)
+    module = module or Module()
+    for layer in module.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    loop = None
+    if settings is not None:
+        loop = FastLoop(settings, quiet=True)
+        object.__setattr__(loop.config, "by_ladder", frozenset(by_ladder))
+    run = L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[] if loop is None else [loop],
+        **trainer,
+    )
+    torch.manual_seed(4)
+    run.fit(module, data())
+    states = [
+        value.tolist() if isinstance(value, torch.Tensor) else value
+        for optimizer in run.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    weights = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+    return loop, module, (module.losses, weights, states, torch.get_rng_state().tolist(), module.net.calls)
+
+
+def read(loop: FastLoop | None, rung: str = "amp") -> tuple[bool | None, str]:
+    assert loop is not None
+    return next((each.took, each.why) for each in loop.verdicts if each.rung == rung)
+
+
+class Breaks(torch.autograd.Function):
+    """Whole forward, broken backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AssertionError("expected stride 4, got 8")
+
+
+def _raise(error: Exception) -> Forward:
+    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        return broken
+
+    return forward
+
+
+FAULTS: dict[str, tuple[Forward, str]] = {
+    "raises in forward": (_raise(RuntimeError("no kernel")), "RuntimeError: no kernel"),
+    "raises in backward": (lambda old: lambda *a, **k: Breaks.apply(old(*a, **k)), "AssertionError: expected stride 4"),
+    "out of memory": (_raise(torch.cuda.OutOfMemoryError("2 GiB")), "not enough memory"),
+    "deviates": (lambda old: lambda *a, **k: 1.2 * old(*a, **k), "deviate by 0.2"),
+    "not finite": (lambda old: lambda *a, **k: old(*a, **k) * float("nan"), "not finite"),
+    "other shape": (lambda old: lambda *a, **k: old(*a, **k)[:4], "another shape"),
+}
+
+
+@pytest.mark.parametrize("kind", [Module, Manual])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_breaks_is_off_and_training_goes_on_as_if_nobody_had_asked(
+    fault: str, kind: type[Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, reason = FAULTS[fault]
+    _, _, plain = fit(None, kind())
+    plant(monkeypatch, forward)
+    loop, _, rehearsed = fit(config("amp"), kind())
+    took, why = read(loop)
+    assert took is False and reason in why, why
+    assert rehearsed == plain, "bit for bit"
+
+
+@pytest.mark.parametrize("kind", [Module, Manual])
+def test_what_works_is_on_and_was_tried_without_a_trace(kind: type[Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def same(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            seen.append(torch.is_grad_enabled())
+            return original(*args, **kwargs)
+
+        return forward
+
+    _, _, plain = fit(None, kind())
+    plant(monkeypatch, same)
+    loop, module, rehearsed = fit(config("amp"), kind())
+    assert loop is not None and read(loop)[0] is True
+    record = next(each for each in loop.verdicts if each.rung == "amp").rehearsed
+    assert record is not None and record.deviation == 0 and record.eager_ms and record.changed_ms
+    calls = module.net.calls
+    assert len(seen) > calls * 11 // 12, "eleven of twelve steps ran with it, and the plays before"
+    assert rehearsed == plain, "bit for bit"
+
+
+def test_without_the_guard_a_rehearsal_leaves_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above."""
+
+    @contextlib.contextmanager
+    def careless(*modules: Any) -> Iterator[None]:
+        yield
+
+    _, _, plain = fit(None)
+    plant(monkeypatch, lambda old: old)
+    monkeypatch.setattr(recorded_calls, "untouched", careless)
+    assert fit(config("amp"))[2] != plain
+
+
+def test_the_first_step_and_the_sanity_validation_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    at: list[int] = []
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            at.append(run.global_step)
+            return original(*args, **kwargs)
+
+        return forward
+
+    plant(monkeypatch, note, evaluation=True)
+    module, loop = Module(), FastLoop(config("amp"), quiet=True)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    run = L.Trainer(max_steps=8, accelerator="cpu", accumulate_grad_batches=2, callbacks=[loop], **quiet)
+    run.fit(module, data(), data(8))
+    assert read(loop)[0] is True
+    assert min(at) == 1, "two batches make the first step, and both ran as they were"
+    at.clear()
+    run.validate(module, data(8), verbose=False)
+    assert at, "evaluation after the fit computes what it computed inside it"
+
+
+def test_a_broken_rung_stays_off_in_a_later_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, _raise(RuntimeError("no kernel")), evaluation=True)
+    loop, module, _ = fit(config("amp"), limit_val_batches=1)
+    assert loop is not None and read(loop)[0] is False
+    trainer = module.trainer
+    assert trainer.validate(module, data(8), verbose=False)
+
+
+def test_too_slow_is_off_where_a_ladder_switched_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.05)
+            return original(*args, **kwargs)
+
+        return forward
+
+    plant(monkeypatch, slow)
+    loop, _, _ = fit(config("amp"), steps=3)
+    assert read(loop)[0] is True, "the user's own word stands"
+    loop, _, _ = fit(
+        config("amp"), steps=3000, by_ladder=("amp",), limit_train_batches=3, max_epochs=1000, max_time={"seconds": 2}
+    )
+    took, why = read(loop)
+    assert took is False and "slower on the calls of the first step" in why
+
+
+def test_a_short_run_is_not_lengthened(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda old: old)
+    loop, _, _ = fit(config("amp"), steps=4, by_ladder=("amp",))
+    took, why = read(loop)
+    assert took is False and "too short to try it" in why
+    assert read(fit(config("amp"), steps=4)[0])[0] is True, "the user's own word stands"
+
+
+def test_what_cannot_pay_back_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        calls.append(1)
+        return original
+
+    plant(monkeypatch, note, pay_back="required")
+    loop, _, _ = fit(config("amp"))
+    took, why = read(loop)
+    assert took is False and "it takes about" in why and "this run has 11 left" in why and not calls
+    plant(monkeypatch, note, pay_back="auto")
+    loop, _, _ = fit(config("amp"), by_ladder=("amp",))
+    assert read(loop)[0] is False and not calls
+    assert read(fit(config("amp"))[0])[0] is True and calls, "it is not weighed where the user asked for it"
+    monkeypatch.setattr(rehearsal.Remembered, "find_first_call_s", lambda *_: 0.0)
+    loop, _, _ = fit(config("amp"), by_ladder=("amp",))
+    assert read(loop)[0] is True, "a cost that is known counts in place of the guess"
+
+
+def test_two_that_break_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either works alone; the second breaks in the backward pass once the first is there."""
+
+    def first(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **kwargs)
+
+    plant(monkeypatch, first, Amp)
+
+    def do(site: Site) -> Applied:
+        net = site.module.net
+        before, broken = net.forward, "forward" in vars(net)
+        net.forward = lambda *a, **k: Breaks.apply(before(*a, **k)) if broken else before(*a, **k)
+
+        def undo() -> None:
+            net.forward = before
+
+        return Applied(undo=undo, probe=lambda: {"convs": 0, "converted_batches": 1, "channels_last_convs": 0})
+
+    both = Change(actions=(Action(when="model", do=do),), parity="approximate", rehearse="modules")
+    monkeypatch.setattr(Layout, "plan", lambda self, facts: both)
+    _, _, plain = fit(None)
+    loop, _, rehearsed = fit(config("amp", "layout"))
+    verdicts = {rung: read(loop, rung) for rung in ("amp", "layout")}
+    assert sorted(took is True for took, _ in verdicts.values()) == [False, True], verdicts
+    off = next(why for took, why in verdicts.values() if not took)
+    assert "breaks layout" in off or "works without amp" in off
+    assert rehearsed == plain
+
+
+def test_a_hang_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(60)
+
+        return forward
+
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0)
+    _, _, plain = fit(None)
+    plant(monkeypatch, hang)
+    began = time.monotonic()
+    loop, _, rehearsed = fit(config("amp"))
+    assert time.monotonic() - began < 30
+    assert read(loop) == (False, "it took longer than 1 s") and rehearsed == plain
+
+
+def test_a_known_failure_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def broken(original: Callable[..., Any]) -> Callable[..., Any]:
+        tried.append(1)
+        return _raise(RuntimeError("no kernel"))(original)
+
+    plant(monkeypatch, broken)
+    fit(config("amp"))
+    assert len(tried) == 1
+    loop, _, _ = fit(config("amp"))
+    took, why = read(loop)
+    file = tmp_path / "cache" / "fastloop" / "rehearsals.json"
+    assert took is False and len(tried) == 1 and "RuntimeError: no kernel" in why and f"delete {file}" in why
+    file.unlink()
+    fit(config("amp"))
+    assert len(tried) == 2
+
+
+def test_what_cannot_be_played_again_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changing(Inner):
+        def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+            with torch.no_grad():
+                self.head.weight.mul_(0.99)
+            return super().forward(x)
+
+    plant(monkeypatch, lambda old: old)
+    for by_ladder, expected in (((), True), (("amp",), False)):
+        module = Module()
+        module.net = Changing()
+        loop, _, _ = fit(config("amp"), module, by_ladder=by_ladder)
+        took, why = read(loop)
+        assert took is expected
+        if by_ladder:
+            assert "net changes its own parameters in forward" in why
+
+
+def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda old: old)
+    loop, _, _ = fit(config("amp"), steps=1)
+    assert read(loop) == (False, "training ended before it could be tried on the calls of the first step")
+
+
+def test_switched_off_all_rungs_apply_at_once_and_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, _raise(RuntimeError("no kernel")))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        fit(config("amp", rehearsal="off"))
+
+
+def test_real_rungs_together() -> None:
+    """amp, layout, fused and compile, tried and kept in mid-run."""
+
+    class Images(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(  # type: ignore[assignment]
+                torch.nn.Conv2d(2, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32, 1)
+            )
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = torch.nn.functional.mse_loss(self.net(batch[0].view(-1, 2, 2, 2)), batch[1])
+            self.losses.append(float(loss.detach()))
+            return loss
+
+    module = Images()
+    object.__setattr__(module.net, "calls", 0)
+    _, _, plain = fit(None, module)
+    other = Images()
+    object.__setattr__(other.net, "calls", 0)
+    loop, _, rehearsed = fit(config("amp", "layout", "fused", "compile"), other)
+    assert loop is not None
+    assert {each.rung: each.took for each in loop.verdicts} == dict.fromkeys(
+        ("amp", "layout", "fused", "compile"), True
+    )
+    assert all(each.rehearsed is not None for each in loop.verdicts)
+    assert rehearsed[0][0] == plain[0][0], "the first step is the user's"
+    assert rehearsed[0][1:] != plain[0][1:] and rehearsed[0] == pytest.approx(plain[0], rel=0.1, abs=0.05)
+    assert loop.measurement is not None and (loop.measurement.flops or {}).get("per_sample"), (
+        "counted before the compile"
+    )
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(240)
+def test_all_ranks_agree(tmp_path: Path) -> None:
+    """Two gloo ranks; a rung that breaks on one of them is off on both, and nobody waits for the other."""
+    python(Path(__file__).with_name("rehearsal_ranks.py"), cwd=tmp_path, limit_s=200)
+    told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*-[01].json")}
+    assert len(told) == 10
+    for rank in (0, 1):
+        plain = told[f"plain-{rank}"]
+        for case in ("works", "breaks_on_0", "breaks_on_1"):
+            seen = told[f"{case}-{rank}"]
+            assert (seen["weights"], seen["losses"]) == (plain["weights"], plain["losses"]), case
+            took, why = seen["verdicts"]["amp"]
+            assert took is (case == "works") and (took or f"on rank {case[-1]}: RuntimeError: no kernel" in why)
+        took, why = told[f"compiled-{rank}"]["verdicts"]["compile"]
+        assert took is True and "recompiled" not in why, why
+    assert told["compiled-0"]["weights"] == told["compiled-1"]["weights"] != told["plain-0"]["weights"]

@@ -1,0 +1,177 @@
+"""A model that has run is afterwards as it was, bit for bit, whatever it keeps where."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from fastloop.bridge.apply import untouched as module_under_test
+from fastloop.bridge.apply.untouched import untouched
+from fastloop.errors import NotApplicable
+
+
+class Queue:
+    """A user's own object with a list and a number in it."""
+
+    def __init__(self) -> None:
+        self.items: list[float] = [1.0]
+        self.pushed = 1
+
+    def push(self, value: float) -> None:
+        self.items.append(value)
+        self.pushed += 1
+
+
+class Keeper(torch.nn.Module):
+    """Changes something of every kind when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.drop = torch.nn.Dropout(0.5)
+        self.register_buffer("average", torch.zeros(4))
+        self.calls, self.names, self.seen = 0, ["a"], {"last": 0.0, "all": [0.0]}
+        self.ring, self.kinds, self.counter = deque([1, 2], maxlen=2), {"x"}, Counter({"a": 1})
+        self.queue, self.tensor, self.array = Queue(), torch.zeros(3), numpy.zeros(2)
+        self.random, self.generator, self.numpy = random.Random(0), torch.Generator(), numpy.random.default_rng(0)
+        self.rebound = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(self.norm(x))
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.mean(0))
+            self.tensor.add_(1)
+        self.rebound = self.rebound + 1
+        self.calls += 1
+        self.names.append("b")
+        self.names[0] = "c"
+        self.seen["last"], self.seen["new"] = 3.0, 1
+        self.seen["all"].append(2.0)  # type: ignore[attr-defined]
+        self.ring.append(self.calls)
+        self.kinds.add("y")
+        self.counter["a"] += 1
+        self.queue.push(0.5)
+        self.array += 1
+        self.later = "not there before"
+        drawn = self.random.random() + float(self.numpy.random()) + float(torch.rand(1, generator=self.generator))
+        return y * drawn + random.random() + float(numpy.random.random())
+
+
+def look(module: Keeper) -> dict[str, Any]:
+    """All that it keeps, as plain values."""
+    return {
+        "norm": module.norm.running_mean.tolist(),  # type: ignore[union-attr]
+        "batches": int(module.norm.num_batches_tracked or 0),
+        "average": module.average.tolist(),
+        **{
+            name: copy.deepcopy(getattr(module, name))
+            for name in ("calls", "names", "seen", "ring", "kinds", "counter")
+        },
+        "queue": copy.deepcopy(vars(module.queue)),
+        "tensor": module.tensor.tolist(),
+        "rebound": module.rebound.tolist(),
+        "array": module.array.tolist(),
+        "random": module.random.getstate(),
+        "generator": module.generator.get_state().tolist(),
+        "numpy": copy.deepcopy(module.numpy.bit_generator.state),
+        "later": hasattr(module, "later"),
+        "streams": (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())),
+    }
+
+
+KEPT = tuple(look(Keeper()))
+
+
+@pytest.fixture
+def keeper() -> Keeper:
+    torch.manual_seed(0)
+    return Keeper().train()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_everything_is_put_back(keeper: Keeper, name: str) -> None:
+    x, before = torch.randn(8, 4), look(keeper)
+    with untouched(keeper):
+        keeper(x)
+        assert look(keeper)[name] != before[name], "the call changed it"
+    assert look(keeper)[name] == before[name]
+
+
+def test_the_next_call_computes_what_it_would_have(keeper: Keeper) -> None:
+    twin, x = copy.deepcopy(keeper), torch.randn(8, 4)
+
+    def run(module: Keeper, rehearse: Callable[[Keeper], None]) -> torch.Tensor:
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        rehearse(module)
+        return module(x)
+
+    def guarded(module: Keeper) -> None:
+        with untouched(module):
+            for _ in range(3):
+                module(x)
+
+    plain = run(copy.deepcopy(twin), lambda module: None)
+    assert torch.equal(run(keeper, guarded), plain)
+
+    def careless(module: Keeper) -> None:
+        module(x)
+
+    assert not torch.equal(run(twin, careless), plain), "the control: without the guard"
+
+
+def test_an_exception_leaves_no_trace_either(keeper: Keeper) -> None:
+    before = look(keeper)
+    with pytest.raises(ZeroDivisionError), untouched(keeper):
+        keeper(torch.randn(8, 4))
+        raise ZeroDivisionError
+    assert look(keeper) == before
+
+
+def test_what_hooks_keep_is_put_back(keeper: Keeper) -> None:
+    seen: list[float] = []
+    count = 0
+
+    def note(module: Any, args: Any, output: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        seen.append(float(output.sum()))
+
+    class Collector:
+        def __init__(self) -> None:
+            self.outputs: list[torch.Tensor] = []
+
+        def hook(self, module: Any, args: Any, output: torch.Tensor) -> None:
+            self.outputs.append(output.detach())
+
+    collector = Collector()
+    keeper.norm.register_forward_hook(note)
+    keeper.drop.register_forward_hook(collector.hook)
+    with untouched(keeper):
+        keeper(torch.randn(8, 4))
+        assert count == 1 and len(seen) == 1 and len(collector.outputs) == 1, "the hooks ran"
+    assert (count, seen, collector.outputs) == (0, [], [])
+    assert len(keeper.norm._forward_hooks) == 1, "and stay"
+
+
+def test_a_model_that_keeps_too_much_is_refused(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "MOST_OBJECTS", 20)
+    with pytest.raises(NotApplicable, match="keeps more than 20 Python objects"), untouched(keeper):
+        pass
+
+
+def test_parameters_and_gradients_are_left_alone(keeper: Keeper) -> None:
+    weight = keeper.norm.weight
+    weight.grad = torch.ones_like(weight)
+    grad, version = weight.grad, weight._version
+    with untouched(keeper):
+        keeper(torch.randn(8, 4))
+    assert keeper.norm.weight is weight and weight.grad is grad and weight._version == version
