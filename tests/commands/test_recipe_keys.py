@@ -102,3 +102,21 @@ def test_torch_is_not_imported_for_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("conf", "override", "got", "do"),
+    [
+        (str(NET), "run.resume=no.ckpt", "run.resume: 'no.ckpt' (command line)", "write the path of a checkpoint"),
+        ("safe", "run.seed=1", "safe", "with --config safe"),
+    ],
+)
+def test_a_training_that_cannot_begin_is_refused_before_torch_is_there(
+    conf: str, override: str, got: str, do: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_without_torch(load(conf, overrides=[override]))
+    assert caught.value.got == got and do in caught.value.do
+    (tmp_path / "no.ckpt").touch()
+    check_without_torch(load(str(NET), overrides=["run.resume=no.ckpt"]))
