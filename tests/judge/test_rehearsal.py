@@ -8,7 +8,9 @@ import pytest
 
 from fastloop.judge.rehearsal import (
     Deviation,
+    Outcome,
     count_pay_back_steps,
+    drop_slow,
     explain_no_pay_back,
     find_fault,
     is_close,
@@ -91,3 +93,31 @@ def test_slower() -> None:
     assert is_slower(Rehearsed(eager_ms=10, changed_ms=11), 10) and not is_slower(Rehearsed(changed_ms=10.4), 10)
     assert not is_slower(Rehearsed(changed_ms=0.11), 0.1), "too short to tell"
     assert not is_slower(Rehearsed(), 10) and not is_slower(Rehearsed(changed_ms=11), None)
+
+
+def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | None = None) -> Outcome:
+    times = Rehearsed(eager_ms=10, changed_ms=changed_ms)
+    return Outcome(rung=rung, on_modules=True, is_costly=costly, rehearsed=times, fault=fault)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "dropped"),
+    [
+        ([outcome("a", 30), outcome("b", 8, costly=True)], []),  # they pay together
+        ([outcome("a", 30), outcome("b", 28)], ["a", "b"]),
+        ([outcome("a", 30), outcome("b", 12, costly=True)], ["a", "b"]),
+        ([outcome("a", 8), outcome("b", 9), outcome("c", 5, costly=True)], []),
+        ([outcome("a", 8), outcome("b", 9)], ["b"]),
+        ([outcome("a", 8), outcome("b", 9, costly=True)], ["b"]),
+        ([outcome("a", 30, fault="it broke"), outcome("b", 9)], []),
+        ([outcome("users", 30), outcome("b", 9)], []),
+        ([Outcome(rung="a", rehearsed=Rehearsed(eager_ms=1, changed_ms=2))], ["a"]),  # an optimizer, by itself
+        ([Outcome(rung="a")], []),
+    ],
+)
+def test_what_a_ladder_switched_on_must_not_be_slower(outcomes: list[Outcome], dropped: list[str]) -> None:
+    judged = drop_slow(outcomes, 10, {"a", "b", "c"})
+    off = [after.rung for before, after in zip(outcomes, judged, strict=True) if after.fault and not before.fault]
+    assert off == dropped
+    assert all("slower on the calls of the first step" in (each.fault or "") for each in judged if each.rung in dropped)
+    assert not any(each.fault for each in drop_slow(outcomes[:1], 10, set()) if outcomes[0].fault is None)
