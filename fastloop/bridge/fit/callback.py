@@ -21,9 +21,10 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError
+from fastloop.evidence.clock import one_time
 from fastloop.ladder import cards, verify
 from fastloop.records import store
-from fastloop.records.measurement import Measurement
+from fastloop.records.measurement import REHEARSAL, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.report.run import summary
 
@@ -155,10 +156,14 @@ class FastLoop(Callback):
 
     @fail_open
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        began = one_time.now()
         if self._applier is not None:
             self._applier.rehearse()
             self.plan = self._applier.plan
-        self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.rehearsal is not None)
+        goes_on = self._applier is not None and self._applier.rehearsal is not None
+        self._switch_hook("on_train_batch_start", goes_on)
+        if self._eyes is not None and not goes_on:
+            self._eyes.one_time.add_span(REHEARSAL, began, one_time.now())
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

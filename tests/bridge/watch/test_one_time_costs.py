@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastloop import FastLoop
+from fastloop.bridge.apply.rehearsal import Rehearsal
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.records.measurement import Measurement
@@ -189,6 +190,19 @@ def test_a_rehearsal_is_in_no_step_and_its_compile_counts_as_one() -> None:
     assert (measured.one_time_s["rehearsal"] or 0.0) >= COMPILE_S and (measured.one_time_s["compile"] or 0.0) >= 0.3
     assert sum(seconds or 0.0 for seconds in measured.one_time_s.values()) < COMPILE_S + 1.0, "each moment counts once"
     assert (measured.wall_ms or 0.0) < 1e3 * COMPILE_S, "of 36 steps of some milliseconds"
+
+
+@pytest.mark.parametrize("rehearsal", ["on", "off"])
+def test_the_rehearsal_of_a_rung_is_told_apart(rehearsal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Rehearsal.run
+    monkeypatch.setattr(Rehearsal, "run", lambda self: (time.sleep(COMPILE_S), run(self))[1])
+    config = {"watch": {"warmup_steps": 1}, "rehearsal": rehearsal, "rungs": {"amp": {"enabled": True}}}
+    loop = FastLoop(config, quiet=True)
+    trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1).fit(Compiled(), batches())
+    took, measured = seen(loop).one_time_s["rehearsal"], seen(loop)
+    assert took is not None and (took >= COMPILE_S if rehearsal == "on" else took == 0.0)
+    assert (loop.verdicts[0].rehearsed is not None) is (rehearsal == "on")
+    assert measured.steps == STEPS - 2 and (measured.wall_ms or 0.0) < 1e3 * COMPILE_S, "from the second step on"
 
 
 def test_nothing_compiled_is_no_time_and_a_torch_that_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
