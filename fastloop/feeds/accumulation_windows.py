@@ -10,6 +10,12 @@ from typing import Any
 from fastloop.records.facts import Facts, LoaderFacts
 
 
+class Joined(list[Any]):
+    """The indices of a window's batches, one after the other, and how many each batch has."""
+
+    sizes: tuple[int, ...] = ()
+
+
 class WindowSampler:
     """Joins each `window` batches of a batch sampler into one, and remembers their sizes in order.
 
@@ -28,13 +34,15 @@ class WindowSampler:
         """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
         self.sizes: deque[tuple[int, ...]] = deque()
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Joined]:
         self.sizes.clear()
         limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
         source = islice(iter(self.batches), limit)
         while window := [list(batch) for batch in islice(source, self.window)]:
-            self.sizes.append(tuple(len(batch) for batch in window))
-            yield [index for batch in window for index in batch]
+            joined = Joined(index for batch in window for index in batch)
+            joined.sizes = tuple(len(batch) for batch in window)
+            self.sizes.append(joined.sizes)
+            yield joined
 
     def __len__(self) -> int:
         batches = len(self.batches)  # type: ignore[arg-type]
@@ -136,6 +144,9 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count"
         " optimizer steps, and each has the samples it had"
     )
-    if loader.custom_collate:
-        notes.append(f"your collate_fn gets the samples of {window} batches at once: it pads to the longest of them")
+    if loader.num_workers > 1 and (loader.draws_random or loader.custom_collate):
+        notes.append(
+            f"each of your batches is collated as before, but {window} of them in a row by the same worker: what draws"
+            " random numbers there draws others"
+        )
     return notes

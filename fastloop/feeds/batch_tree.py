@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 
+class Window(list[Any]):
+    """Batches of one accumulation window that are not one batch: what cannot be concatenated, or not yet."""
+
+
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):
@@ -59,10 +63,14 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def samples(batch: Any) -> int | None:
-    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
+    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none. Those of all
+    its batches in a `Window`."""
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # nearly all batches, at every step
     if isinstance(first, torch.Tensor) and first.dim():
         return int(first.shape[0])
+    if isinstance(batch, Window):
+        counts = [samples(each) for each in batch]
+        return None if None in counts else sum(filter(None, counts))
     for tensor in tensors(batch):
         if tensor.dim():
             return int(tensor.shape[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,25 @@ def cut(batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None)
             pieces.append(Piece(piece, size, size * per_sample))
             start += size
     return pieces
+
+
+def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
+    """The batches that were merged into this one, each with the weight that accumulation gives it.
+
+    Args:
+        sizes: their samples.
+        full: batches of a full window.
+
+    Raises:
+        CannotSplit: as `cut`.
+    """
+    total = samples(batch) or 0
+    if sum(sizes) != total:
+        raise CannotSplit(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
+    return [
+        Piece(_slice(batch, slice(end - size, end), total), size, 1 / full)
+        for end, size in zip(accumulate(sizes), sizes, strict=True)
+    ]
 
 
 def _choose_sizes(count: int, micro: int) -> list[int]:

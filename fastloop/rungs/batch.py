@@ -77,9 +77,10 @@ class Batch:
     """Split a loader batch inside the step, or merge an accumulation window and then split it.
 
     *Split* (micro_batch smaller than the loader's batch): batch_idx, global_step, schedules, validation, checkpoints
-    and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): each window
-    becomes one loader batch, so whatever counted batches counts optimizer steps; the plan names it. What training_step
-    logs is put together as its reduce_fx says: means by samples, sums added, extremes of the parts.
+    and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): the batches of a
+    window, collated as ever, are put together, so whatever counted batches counts optimizer steps; the plan names it.
+    Batches that cannot be put together run one by one, and so do all where the first window's gradient becomes another.
+    What training_step logs is put together as its reduce_fx says: means by samples, sums added, extremes of the parts.
     """
 
     enabled: bool = False
@@ -88,7 +89,7 @@ class Batch:
     global_batch: Literal["keep"] = "keep"
     """keep = the samples of each optimizer step stay what they were."""
     loss_is_mean: bool = field(default=False)
-    """Your word that the loss is a mean over samples where the code looks otherwise."""
+    """Your word that the loss is a mean over samples where the code, or the first window's gradient, says otherwise."""
 
     def __post_init__(self) -> None:
         why = "a micro-batch needs at least one sample"
@@ -108,6 +109,8 @@ class Batch:
             if (reason := explain_no_merge(facts, facts.loader)) is not None:
                 raise NotApplicable(reason)
             wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
+            if self.loss_is_mean:
+                wants["step.loss_is_mean"] = True
             after["accumulate"] = 1  # a short last batch is a piece of its own even where a window runs in one
             notes += list_changed_counts(facts, facts.loader)
         elif size is not None and micro > size:
@@ -150,11 +153,16 @@ class Batch:
         evidence: Any = seen.evidence.get("batch", {})
         if not evidence.get("steps"):
             return Verdict(took=False, why="no optimizer step ran")
-        problem = evidence.get("problem")
+        problem, apart = evidence.get("problem"), evidence.get("apart_steps")
+        if apart and not evidence["changed_steps"]:
+            why = f"windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
+            return Verdict(took=False, why=why)
         if not evidence["changed_steps"]:
             return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
         sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
         why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
         if problem:
             why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
+        if apart:
+            why += f"; {apart} of {evidence['steps']} windows run batch by batch: {evidence['apart_why']}"
         return Verdict(took=True, why=why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ def test_windows_hold_the_same_indices_in_the_same_order() -> None:
     sampler = WindowSampler(batches(), 2)
     assert list(sampler) == [[*range(16)], [*range(16, 20)]] and len(sampler) == 2
     assert list(sampler.sizes) == [(8, 8), (4,)]
+    again = pickle.loads(pickle.dumps(list(sampler)))  # as they travel to a worker
+    assert [joined.sizes for joined in again] == [(8, 8), (4,)]
 
 
 def test_sizes_belong_to_the_epoch_that_is_drawn() -> None:
@@ -147,7 +150,7 @@ def test_which_loaders_cannot_be_merged(loader: dict[str, Any], reason: str) -> 
 
 
 def test_what_counts_steps_is_named() -> None:
-    loader = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True)
+    loader = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True, num_workers=2)
     notes = list_changed_counts(Facts(accumulate=4, val_check_interval=8, limit_train_batches=0.5), loader)
     assert notes == [
         "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
@@ -155,7 +158,10 @@ def test_what_counts_steps_is_named() -> None:
         "limit_train_batches 0.5 still means the loader's own batches",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
         " steps, and each has the samples it had",
-        "your collate_fn gets the samples of 4 batches at once: it pads to the longest of them",
+        "each of your batches is collated as before, but 4 of them in a row by the same worker: what draws random"
+        " numbers there draws others",
     ]
     quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))
+    one = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True, num_workers=1)
+    assert list_changed_counts(Facts(accumulate=4), one) == quiet
     assert len(quiet) == 2 and "0.34" in list_changed_counts(Facts(val_check_interval=0.34), loader)[1]

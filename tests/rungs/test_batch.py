@@ -146,11 +146,19 @@ def test_takes() -> None:
         "the loader's batches already have 8 samples",
     )
     verify = Batch(enabled=True, micro_batch=4).verify
+    word = Batch(enabled=True, micro_batch=16, loss_is_mean=True).plan(facts(accumulate=4))
+    assert word.wants["step.loss_is_mean"] is True
     assert verify(Measurement()).why == "no optimizer step ran"
     evidence = {"steps": 3, "changed_steps": 0, "uncut_steps": 0, "problem": None, "micro_batches": [3], "samples": 3}
     assert verify(Measurement(evidence={"batch": evidence})).why == (
         "batches run whole: none was larger than micro_batch"
     )
+    apart = {**evidence, "apart_steps": 1, "apart_why": "a reason"}
+    assert verify(Measurement(evidence={"batch": apart})).why == (
+        "windows run batch by batch: a reason; hooks still see one batch a window"
+    )
+    some = verify(Measurement(evidence={"batch": {**apart, "changed_steps": 2, "samples": 32}}))
+    assert some.took and some.why.endswith("; 1 of 3 windows run batch by batch: a reason")
 
 
 @pytest.mark.parametrize(
@@ -328,6 +336,7 @@ def test_batchnorm_is_warned_by_layer_and_differs() -> None:
         ("split view", "whole"),
         ("merged", "accumulated"),
         ("accumulated split view", "accumulated"),
+        ("one rank comes apart", "accumulated"),
     ],
 )
 def test_two_ranks(case: str, like: str) -> None:
@@ -344,3 +353,19 @@ def test_two_ranks(case: str, like: str) -> None:
     first, second = (rank[case]["weights"] for rank in results())
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert apart(results()[0]["plain"]["weights"], first) > 1e-3
+
+
+@pytest.mark.multirank
+def test_two_ranks_agree_on_a_refusal() -> None:
+    """Found by one, kept to by both: batch by batch, bit for bit the accumulating run, with one exchange a step."""
+    for rank, (ranks, why) in enumerate(zip(results(), ("another rank must not merge", "planted"), strict=True)):
+        ours, plain = ranks["one rank refuses"], ranks["accumulated"]
+        assert ours["took"] == {"batch": False} and ours["why"].startswith(why), rank
+        assert ours["apart"] == ours["steps"] == plain["steps"] and ours["exchanges"] == plain["exchanges"]
+        assert apart(plain["weights"], ours["weights"]) == 0 and ours["samples"] == plain["samples"]
+
+
+@pytest.mark.multirank
+def test_a_window_may_come_apart_on_one_rank() -> None:
+    first, second = (rank["one rank comes apart"]["apart"] for rank in results())
+    assert first == 0 < second < results()[1]["one rank comes apart"]["steps"]

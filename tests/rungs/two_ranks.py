@@ -26,6 +26,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "chatty": (SPLIT, {**SHORT, "max_epochs": 2}),
     "accumulated": (None, RAGGED),
     "merged": (MERGE, RAGGED),
+    "one rank refuses": (MERGE, RAGGED),
+    "one rank comes apart": (MERGE, RAGGED),
     "accumulated split view": ({**SPLIT, **VIEW}, RAGGED),
 }
 
@@ -45,7 +47,10 @@ def fit(name: str, rungs: Any, samples: int, **settings: Any) -> dict[str, Any]:
     done = run(
         rungs, batches(samples, shuffle=True), partial(Counts, kind, lr=0.01), strategy="ddp", devices=2, **settings
     )
+    seen = done.seen("batch") if rungs and "batch" in rungs else {}
     return {
+        "apart": seen.get("apart_steps", 0),
+        "why": seen.get("apart_why"),
         "samples": done.module.samples,
         "weights": done.weights,
         "rates": done.record.rates,
@@ -62,12 +67,30 @@ def _exchange(module, bucket):  # type: ignore[no-untyped-def]  # DDP reads the 
     return reduced.then(lambda future: future.value()[0] / 2)
 
 
+def _refuse_on_one(*_: Any) -> str | None:
+    return "planted" if torch.distributed.get_rank() == 1 else None
+
+
+def _separate_on_one(batches: Any) -> Any:
+    """A window with sample 7 in it, on the second rank, after the first window."""
+    from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+
+    if torch.distributed.get_rank() == 1 and any(7 in batch[2] for batch in batches):
+        raise CannotConcatenate("planted")
+    return concatenate(batches)
+
+
 def main() -> None:
     from fastloop.bridge.apply import micro_batches
+    from fastloop.feeds import window_batches
 
-    found, exchange = {}, micro_batches._skip_exchange
+    found, exchange, compare = {}, micro_batches._skip_exchange, micro_batches.explain_difference
+    concatenate = window_batches.concatenate
     for name, (rungs, settings) in CASES.items():
         micro_batches._skip_exchange = (lambda strategy: nullcontext()) if name == "chatty" else exchange
+        micro_batches.explain_difference = _refuse_on_one if name == "one rank refuses" else compare
+        window_batches.concatenate = _separate_on_one if name == "one rank comes apart" else concatenate
+        micro_batches.concatenate = window_batches.concatenate
         found[name] = fit(name, rungs, **settings)
     torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
 

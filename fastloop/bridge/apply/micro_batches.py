@@ -4,6 +4,9 @@ Lightning calls training_step, then zero_grad, then backward. All pieces but the
 training_step; their gradients are held aside while Lightning zeroes, and come back right before the last backward, so
 that one exchange between ranks covers them all. batch_idx, global_step, schedules, hooks and the loss of the step are
 what they were.
+
+A merged window may turn out not to be one batch: the user's batches cannot be concatenated, or the loss is no mean over
+samples. Its pieces are then the user's own batches, which is the user's own accumulation.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ import contextlib
 import functools
 import inspect
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fastloop.bridge.apply.accumulation import explain_difference
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
 from fastloop.errors import FastLoopError
 from fastloop.feeds.accumulation_windows import WindowSampler
-from fastloop.feeds.batch_tree import samples
-from fastloop.feeds.splitting import CannotSplit, Piece, cut, join, mean
+from fastloop.feeds.batch_tree import Window, samples
+from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, join, mean
 
 
 class MicroBatches:
@@ -31,11 +37,21 @@ class MicroBatches:
     Args:
         micro: samples per piece.
         rung: whose setting that is.
-        strict: a batch that cannot be cut is an error, raised before anything is computed from it.
+        strict: a batch that cannot be cut or merged is an error, raised before anything is computed from it.
+        compares: the first window's gradient decides whether windows are merged; False: they are, by the user's word.
+        warn: takes one line for the user.
     """
 
-    def __init__(self, micro: int, *, rung: str, strict: bool = False) -> None:
-        self.micro, self.rung, self.strict = micro, rung, strict
+    def __init__(
+        self,
+        micro: int,
+        *,
+        rung: str,
+        strict: bool = False,
+        compares: bool = True,
+        warn: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.micro, self.rung, self.strict, self.warn = micro, rung, strict, warn
         self.windows: WindowSampler | None = None
         self.whole: tuple[int, int] | None = None
         """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
@@ -46,6 +62,16 @@ class MicroBatches:
         self._window: tuple[tuple[int, ...], int] | None = None
         self._window_of = -1
         self._misfit = False
+        self.refused: str | None = None
+        """Why no window is merged in this run."""
+        self.apart = False
+        """The window at hand runs as the user's own batches."""
+        self.apart_steps, self._apart_why = 0, ""
+        self._undecided, self._compared_s = compares, 0.0
+        self._came_apart: tuple[Window, str] | None = None
+        """The last window whose batches are not one batch, and why."""
+        self._joined: tuple[Any, tuple[int, ...]] | None = None
+        """The last one that was concatenated here, and the sizes of its batches."""
 
     def evidence(self) -> Mapping[str, Any]:
         """Batches, how many of them ran in other pieces than the loader's own and how many could not be cut, and why;
@@ -58,13 +84,45 @@ class MicroBatches:
             "micro_batches": list(self.most),
             "samples": sum(self.most),
             "merged_batches": self.windows.window if self.windows else 1,
+            "apart_steps": self.apart_steps,
+            "apart_why": self._apart_why or None,
+            "compared_s": self._compared_s or None,
         }
+
+    def take_window(self, batches: Window) -> Any:
+        """What Lightning is to see of a window whose batches came apart, on the device: their concatenation, or the
+        last of them, while the others wait for `run`."""
+        reason = self.refused
+        if reason is None:
+            try:
+                whole = concatenate(batches)
+            except CannotConcatenate as error:
+                reason = str(error)
+            else:
+                self._joined = whole, tuple(samples(batch) or 0 for batch in batches)
+                return whole
+        self._came_apart = batches, reason
+        return batches[-1]
+
+    def find_whole(self, batch: Any) -> Any:
+        """All batches of the window, where Lightning sees only one of them."""
+        return self._came_apart[0] if self._came_apart is not None and self._came_apart[0][-1] is batch else batch
+
+    def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
+        """`convert` the batch that Lightning sees, and with it all that goes with it."""
+        if (whole := self.find_whole(batch)) is not batch and self._came_apart is not None:
+            self._came_apart = Window(map(convert, whole)), self._came_apart[1]
+            return self._came_apart[0][-1]
+        converted = convert(batch)
+        if self._joined is not None and self._joined[0] is batch:
+            self._joined = converted, self._joined[1]
+        return converted
 
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
-        pieces = self._cut(batch, trainer)
+        pieces = self._choose_pieces(strategy, trainer, batch, rest)
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
-            return step(batch, *rest)
+            return step(pieces[0].batch, *rest)
         module = strategy.lightning_module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]
@@ -73,25 +131,35 @@ class MicroBatches:
         outputs: list[Any] = []
         logs = PieceLogs(module, pieces)
         with attribute(module, "log", logs.take):
-            for piece in pieces:
+            for number, piece in enumerate(pieces):
                 logs.piece = piece
+                more = self._number(rest, number) if self.apart else rest
                 if piece is pieces[-1]:
-                    outputs.append(step(piece.batch, *rest))
+                    outputs.append(step(piece.batch, *more))
                     break
                 with _skip_exchange(strategy):
-                    outputs.append(step(piece.batch, *rest))
+                    outputs.append(step(piece.batch, *more))
                     if (loss := get_loss(outputs[-1])) is not None:
                         _run_backward(strategy, trainer, module, loss * piece.weight)
-        logs.flush()
+        logs.flush(hides_rows=self.find_whole(batch) is not batch)
         held = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-        if any(get_loss(output) is None for output in outputs):
+        skipped = [get_loss(output) is None for output in outputs]
+        if all(skipped) or (any(skipped) and not self.apart):
             return None  # the user skips this batch; Lightning then runs no backward
         self._held = [
             (parameter, gradient) for parameter, gradient in zip(parameters, held, strict=True) if gradient is not None
         ]
-        return join(outputs, pieces, _sum_losses(outputs, pieces))
+        loss = _sum_losses(outputs, pieces)
+        kept = [number for number, skip in enumerate(skipped) if not skip]
+        return join([outputs[number] for number in kept], [pieces[number] for number in kept], loss)
+
+    def _number(self, rest: Sequence[Any], number: int) -> Sequence[Any]:
+        """The arguments after the batch, with the batch_idx that a batch of this window has without us."""
+        if self.windows is None or not rest or not isinstance(rest[0], int):
+            return rest
+        return (rest[0] * self.windows.window + number, *rest[1:])
 
     def before_backward(self) -> None:
         """Put the held gradients back, to be added to by the last piece's backward."""
@@ -99,8 +167,58 @@ class MicroBatches:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._held = []
 
-    def _cut(self, batch: Any, trainer: Any) -> list[Piece]:
-        window = self._take_window(trainer)
+    def _choose_pieces(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
+        """The batch in micro-batches of the size that was asked for, or the user's batches of its window."""
+        window, self.apart = self._take_window(trainer, batch), self.refused is not None
+        if window is None or len(window[0]) == 1:
+            return self._cut(batch, trainer, window)
+        own, reason = self._list_own(batch, window)
+        if self._undecided:
+            self._undecided = False
+            if reason is None:
+                merged = cut(batch, self.micro, window)
+                reason = self._compare(strategy, own, merged, rest)
+            self.refused = reason = self._agree(strategy, reason)
+        self.apart = reason is not None and bool(own)
+        if not self.apart:
+            return self._cut(batch, trainer, window)
+        if not self.apart_steps:
+            self._apart_why = reason or ""
+            self.warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {reason}")
+        self.steps, self.apart_steps = self.steps + 1, self.apart_steps + 1
+        return own
+
+    def _list_own(self, batch: Any, window: tuple[Sequence[int], int]) -> tuple[list[Piece], str | None]:
+        """The user's batches of a window, and why they should not be merged. None of them where a hook changed the
+        merged batch so that they cannot be told apart."""
+        if self._came_apart is not None and self.find_whole(batch) is not batch:
+            batches, reason = self._came_apart
+            return [Piece(each, samples(each) or 0, 1 / window[1]) for each in batches], reason
+        try:
+            return cut_at(batch, *window), self.refused
+        except CannotSplit as error:
+            return [], str(error)
+
+    def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
+        begun, step = time.perf_counter(), strategy.lightning_module.training_step
+
+        def take_loss(batch: Any, number: int) -> Any:
+            return get_loss(step(batch, *self._number(rest, number)))
+
+        reason = explain_difference(strategy, own, merged, take_loss)
+        self._compared_s = time.perf_counter() - begun
+        return reason
+
+    def _agree(self, strategy: Any, reason: str | None) -> str | None:
+        """Why windows are not merged in this run, on any rank."""
+        if not strategy.reduce_boolean_decision(reason is None, all=True):
+            reason = reason or "another rank must not merge its first window"
+        if reason is not None and self.strict:
+            do = f"turn rungs.{self.rung} off, or strict to train batch by batch"
+            raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=reason, do=do)
+        return reason
+
+    def _cut(self, batch: Any, trainer: Any, window: tuple[Sequence[int], int] | None) -> list[Piece]:
         try:
             if window is None:
                 self._check_size(batch, trainer)
@@ -120,12 +238,17 @@ class MicroBatches:
             self.most = tuple(piece.samples for piece in pieces)
         return pieces
 
-    def _take_window(self, trainer: Any) -> tuple[tuple[int, ...], int] | None:
+    def _take_window(self, trainer: Any, batch: Any) -> tuple[tuple[int, ...], int] | None:
         """Sizes of the loader batches in this batch; the same ones again where a closure runs its batch again."""
         if self.windows is None:
             return None
         if (number := trainer.fit_loop.total_batch_idx) != self._window_of:
-            self._window, self._window_of = (self.windows.sizes.popleft(), self.windows.window), number
+            sizes = self.windows.sizes.popleft()
+            if self._joined is not None and self._joined[0] is batch:
+                sizes = self._joined[1]
+            elif len(sizes) == 1:  # a collate function may have dropped samples
+                sizes = (samples(batch) or sizes[0],)
+            self._window, self._window_of = (sizes, self.windows.window), number
         return self._window
 
     def _check_size(self, batch: Any, trainer: Any) -> None:
@@ -146,10 +269,11 @@ def get_loss(output: Any) -> Any:
 
 def _sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
     """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
-    loss: torch.Tensor = get_loss(outputs[-1]) * pieces[-1].weight
-    for output, piece in zip(outputs[:-1], pieces, strict=False):
-        loss = loss + get_loss(output).detach() * piece.weight
-    return loss
+    losses = [get_loss(output) for output in outputs]
+    known = [loss.detach() * piece.weight for loss, piece in zip(losses[:-1], pieces, strict=False) if loss is not None]
+    skips_last = losses[-1] is None
+    last = torch.zeros_like(known[0], requires_grad=True) if skips_last else losses[-1] * pieces[-1].weight
+    return sum(known, start=last)
 
 
 def _skip_exchange(strategy: Any) -> contextlib.AbstractContextManager[Any]:
@@ -206,11 +330,15 @@ class PieceLogs:
         self._calls.setdefault(name, []).append(call)
         self._options[name] = args, options
 
-    def flush(self) -> None:
-        """Log each name once."""
+    def flush(self, *, hides_rows: bool = False) -> None:
+        """Log each name once.
+
+        Args:
+            hides_rows: Lightning sees fewer samples than the step has, and must be told how many.
+        """
         for name, calls in self._calls.items():
             args, options = self._options[name]
-            if options.get("batch_size") is not None:
+            if hides_rows or options.get("batch_size") is not None:
                 options["batch_size"] = sum(call.weight for call in calls)
             value = _combine(calls, options.get("reduce_fx", "mean"))
             if isinstance(calls[-1].forward, torch.Tensor) and calls[-1].forward.is_floating_point():

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastloop.bridge.apply import read_facts
-from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.batch_tree import Window, tensors
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
 
@@ -34,14 +35,14 @@ class Staging:
         self._seen: Counter[str] = Counter()
         self._before_transfer: Callable[..., Any] | None = None
 
-    def feed(self, loader: Any, depth: int, keeps_iterator: bool) -> DeviceFeed:
+    def feed(self, loader: Any, depth: int, **start: Any) -> DeviceFeed:
         """A stand-in for a train loader that stages its batches `depth` ahead."""
         kind: type[DeviceFeed] = DeviceFeed
         more: dict[str, Any] = {}
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             kind, more = StatefulDeviceFeed, {"consumed": self._count_consumed}
         device = self.strategy.root_device
-        feed = kind(loader, depth=depth, device=device, stage=self.stage, keeps_iterator=keeps_iterator, **more)
+        feed = kind(loader, depth=depth, device=device, stage=self.stage, **start, **more)
         self.feeds.append(feed)
         return feed
 
@@ -61,7 +62,8 @@ class Staging:
         return bool(self.feeds) and self.trainer.state.stage == "train"
 
     def take_over_first_hook(self, is_ahead: Callable[[], bool]) -> Undo:
-        """Lightning calls on_before_batch_transfer itself; let it hand through the batches that had it in `stage`."""
+        """Lightning calls on_before_batch_transfer itself; let it hand through the batches that had it in `stage`, and
+        those of a window, which have it one by one."""
         name = "on_before_batch_transfer"
         owner = read_facts.find_hook_owner(self.trainer, name)
         if self._before_transfer is not None or owner is None:
@@ -69,7 +71,7 @@ class Staging:
         self._before_transfer = original = getattr(owner, name)
 
         def hand_through(batch: Any, dataloader_idx: int) -> Any:
-            return batch if is_ahead() else original(batch, dataloader_idx)
+            return batch if isinstance(batch, Window) or is_ahead() else original(batch, dataloader_idx)
 
         put_back = set_attribute(owner, name, hand_through)
 
@@ -81,11 +83,22 @@ class Staging:
 
     def stage(self, batch: Any) -> Any:
         """What Lightning does with a batch up to and with the transfer, but ahead of time."""
+        if isinstance(batch, Window):
+            return Window(self.stage(each) for each in batch)
         batch = self.strategy.precision_plugin.convert_input(batch)
         if self._before_transfer is not None:
             batch = self._before_transfer(batch, 0)
         owner = read_facts.find_hook_owner(self.trainer, "transfer_batch_to_device") or self.strategy.lightning_module
         return owner.transfer_batch_to_device(batch, self.strategy.root_device, 0)
+
+    def finish_window(self, batches: Window, move: Callable[[Any], Any], dataloader_idx: int) -> Window:
+        """`finish` for each batch of a window, and before it the hook that Lightning would have run on it."""
+        done = Window()
+        for batch in batches:
+            if self._before_transfer is not None and not self.is_ahead:
+                batch = self._before_transfer(batch, dataloader_idx)
+            done.append(self.finish(batch, partial(move, batch), dataloader_idx))
+        return done
 
     def finish(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
         """The batch is due: `move` it as Lightning does, or do what is left where it was staged; then convert it."""

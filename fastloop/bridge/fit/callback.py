@@ -21,10 +21,10 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError
-from fastloop.evidence.clock import one_time
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.ladder import cards, verify
 from fastloop.records import store
-from fastloop.records.measurement import REHEARSAL, Measurement
+from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.report.run import summary
 
@@ -114,6 +114,7 @@ class FastLoop(Callback):
         """What lives for one fit only: not copied, not pickled."""
         self._applier: Applier | None = None
         self._eyes: Session | None = None
+        self._one_time = OneTime()
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
 
@@ -156,19 +157,16 @@ class FastLoop(Callback):
 
     @fail_open
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        began = one_time.now()
         if self._applier is not None:
             self._applier.rehearse()
             self.plan = self._applier.plan
-        goes_on = self._applier is not None and self._applier.rehearsal is not None
-        self._switch_hook("on_train_batch_start", goes_on)
-        if self._eyes is not None and not goes_on:
-            self._eyes.one_time.add_span(REHEARSAL, began, one_time.now())
+        self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.rehearsal is not None)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._eyes is not None:
-            self._eyes.batch_end(trainer, outputs, batch)
+            whole = batch if self._applier is None else self._applier.find_whole(batch)
+            self._eyes.batch_end(trainer, outputs, whole)
         if self._first:
             self._first, self._training = False, True
             self._switch_hook("on_train_batch_end", self._eyes is not None)
@@ -206,7 +204,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (line := hint(exception, pl_module)) is not None:
+        if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
         if not self._training:
             return
@@ -255,6 +253,7 @@ class FastLoop(Callback):
             say=self.say,
             terms=terms if self.config.rehearsal == "on" else None,
             refused=self._refused,
+            one_time=self._one_time,
         )
         if not strategy.is_mixed(owner):
             try:
@@ -274,6 +273,7 @@ class FastLoop(Callback):
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
             hunt_syncs=self.hunt_syncs,
             place=lambda: self._find_directory(trainer),
+            one_time=self._one_time,
         )
         self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
 

@@ -47,7 +47,7 @@ def mixin(space: str) -> type:
             move = super().batch_to_device
             if self.fastloop is None:
                 return move(batch, device, dataloader_idx)
-            return self.fastloop.to_device(batch, lambda: move(batch, device, dataloader_idx), dataloader_idx)
+            return self.fastloop.to_device(batch, lambda own: move(own, device, dataloader_idx), dataloader_idx)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             if self.fastloop is None:

@@ -32,6 +32,7 @@ from fastloop.bridge.trials.gradient_state import ROUNDING, STARTS, TWICE, Round
 from fastloop.bridge.trials.heartbeat import hear_only
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
+from fastloop.evidence.model.dropout import switch_off_dropout
 from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
 from fastloop.feeds.batch_tree import tensors
 from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
@@ -137,7 +138,7 @@ class GradientProbe(Callback):
         if not read_facts.run_facts(trainer, trainer.strategy).plain_gradients:
             self.why = f"{type(trainer.strategy).__name__} keeps no whole gradients in the parameters"
         determinism.make_deterministic()
-        self._undo.callback(determinism.switch_off_dropout(pl_module))
+        self._undo.callback(switch_off_dropout(pl_module))
         theirs = self._known.get("weights", {})
         own = gradient_state.copy_state(pl_module)
         if odd := [name for name in own if name in theirs and own[name].shape != theirs[name].shape]:

@@ -113,6 +113,7 @@ def lines(
         ("ONE-TIME", [text] if (text := describe_one_time(seen)) else []),
         ("PAY-BACK", list_pay_backs(seen, verdicts)),
         ("TOOK", [f"[{plan.parity}] {'; '.join(took)}"] if took else []),
+        ("CHANGES", [_flatten(line) for line in list_loop_changes(plan, verdicts)]),
         ("INACTIVE", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is False]),
         ("UNKNOWN", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is None]),
         ("SYNC", [_flatten(line) for line in caveats.describe_syncs(seen)]),
@@ -123,6 +124,18 @@ def lines(
     ]
     _fit(kinds, MOST_LINES - len(head))
     return [*map(_flatten, head), *(f"{kind:<8} {line}" if kind else line for kind, texts in kinds for line in texts)]
+
+
+def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
+    """What else is another now that a rung took that sets the Trainer's own keys or makes other steps of batches."""
+    took = {verdict.rung for verdict in verdicts if verdict.took}
+    return [
+        f"{step.rung}: {'; '.join(step.change.notes)}"
+        for step in plan.planned
+        if step.rung in took
+        and step.change.notes
+        and any(key.startswith(("step.", "trainer.")) for key in step.change.wants)
+    ]
 
 
 def _fit(kinds: list[tuple[str, list[str]]], most: int) -> None:

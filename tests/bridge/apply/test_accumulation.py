@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop.bridge.apply import accumulation
+from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.feeds.batch_tree import Window
 from tests.models import distance as apart
 from tests.models import weights
-from tests.runs import Net, Run, batches, both, distance, run
+from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, run
 
 MERGE = {"batch": {"micro_batch": 16}}
 RAGGED = partial(batches, 84, shuffle=True)  # 11 batches, the last one short; windows of 4, 4 and 3
@@ -155,20 +158,201 @@ def test_several_train_loaders_are_given_up() -> None:
     assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
 
 
-def test_merged_batches_that_cannot_be_cut_run_whole() -> None:
-    class Extra(Net):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return [*batch, torch.zeros(5, 2)]
+class Extra(Net):
+    """A member that has nothing to do with the samples."""
 
-    plain, merged = both(MERGE, EVEN, Extra, max_epochs=2, **ACCUMULATE)
-    assert merged_like(plain, merged)
-    assert merged.verdict("batch").why == (
-        "32 samples a loader batch ran as micro-batches of 32; 6 of 6 batches could not be cut: a tensor of shape"
-        " (5, 2) in a batch of 32 samples"
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, torch.zeros(5, 2)]
+
+
+@pytest.mark.parametrize("train", [EVEN, partial(batches, 80), RAGGED])
+def test_batches_that_cannot_be_concatenated_run_one_by_one(train: Any) -> None:
+    """Bit for bit as without us, also in a short last window and with a short last batch."""
+    plain, merged = both(MERGE, train, Extra, max_epochs=2, **ACCUMULATE)
+    assert merged.verdict("batch").took is False and merged.verdict("batch").why == (
+        "windows run batch by batch: a tensor of shape (5, 2) in a batch of 8 samples; hooks still see one"
+        " batch a window"
     )
-    # A short last window keeps the weight accumulation gave it.
-    plain, merged = both(MERGE, partial(batches, 80), Extra, max_epochs=1, **ACCUMULATE)
+    assert merged.module.samples == plain.module.samples and distance(plain, merged) == 0
+    assert merged.trainer.global_step == plain.trainer.global_step
+    assert merged.seen("batch")["apart_steps"] == merged.seen("batch")["steps"] == plain.trainer.global_step
+
+
+class Sentences(Dataset):
+    """Numbered sentences of some lengths, of which windows after the first have several."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return 8 * len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(1.0, self.lengths[index // 8] + 1) / (index + 1), index
+
+
+def pad(samples: Any) -> Any:
+    """To the longest of the batch."""
+    return {
+        "x": torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True),
+        "n": torch.tensor([n for _, n in samples]),
+    }
+
+
+class Reads(Net):
+    """Sees the padding: a mean over it would differ. Counts what the hooks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+        self.shown: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch["x"]
+        each = self.net(torch.stack([x.mean(1), x.std(1)], 1)).square().squeeze(1)
+        self.log("mean", each.mean(), on_epoch=True)
+        self._since_step += batch["n"].tolist()
+        return each.mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.shown.append(len(batch["x"]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("lengths", "apart"), [([5, 5, 5, 5, 4, 6, 5, 3, 7, 7, 7, 7], 1), ([5] * 12, 0)])
+def test_padded_lengths_that_differ_later(lengths: list[int], apart: int, workers: int) -> None:
+    """The first window is merged; one of several lengths runs batch by batch; hooks get batches of the user's kind."""
+
+    def train() -> DataLoader[Any]:
+        return DataLoader(Sentences(lengths), batch_size=8, collate_fn=pad, num_workers=workers)
+
+    plain, merged = both(MERGE, train, Reads, max_epochs=2, **ACCUMULATE)
     assert merged_like(plain, merged)
+    assert merged.module.shown == [32, 8 if apart else 32, 32] * 2 and set(plain.module.shown) == {8}
+    assert merged.seen("batch")["apart_steps"] == 2 * apart
+    said = (
+        "2 of 6 windows run batch by batch: batches of several shapes, such as padded lengths: samples of [4] and [6]"
+    )
+    assert (said in merged.verdict("batch").why) == bool(apart)
+    assert merged.trainer.callback_metrics["mean_epoch"] == pytest.approx(plain.trainer.callback_metrics["mean_epoch"])
+    assert merged.loop is not None and merged.loop.measurement is not None
+    assert merged.loop.measurement.micro_batch == 32
+    # The control: padded to the longest of the window it would be another training.
+    whole = run(None, DataLoader(Sentences(lengths), batch_size=32, collate_fn=pad), Reads, max_epochs=2)
+    assert (distance(plain, whole) > 1e-4) == bool(apart)
+
+
+class Drawn(Dataset):
+    """Draws for each sample, and its loader's collate function once a batch, as MixUp does."""
+
+    def __init__(self) -> None:
+        self.data = batches(96).dataset
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, n = self.data[index]
+        return x + 0.1 * torch.randn(8), y, n
+
+
+def mix(samples: Any) -> Any:
+    x, y, n = torch.utils.data.default_collate(samples)
+    share = torch.rand(())
+    return share * x + (1 - share) * x.flip(0), share * y + (1 - share) * y.flip(0), n
+
+
+class Fed(Net):
+    """Keeps what it was fed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fed: list[torch.Tensor] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.fed.append(batch[0].detach().clone())
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_batch_has_its_own_draws(workers: int) -> None:
+    """Bit for bit what the plain run was fed: samples, augmentations and MixUp, batch by batch."""
+
+    def train() -> DataLoader[Any]:
+        return DataLoader(Drawn(), batch_size=8, shuffle=True, collate_fn=mix, num_workers=workers)
+
+    plain, merged = both({"batch": {"micro_batch": 32}}, train, Fed, max_epochs=2, **ACCUMULATE)
+    assert merged.verdict("batch").took and [len(x) for x in merged.module.fed] == [32] * 6
+    assert torch.equal(torch.cat(plain.module.fed), torch.cat(merged.module.fed))
+    assert distance(plain, merged) < 1e-6
+    # The control: the joined indices collated at once.
+    at_once = run(None, DataLoader(Drawn(), batch_size=32, collate_fn=mix), Fed, max_epochs=2)
+    assert not torch.equal(torch.cat(plain.module.fed), torch.cat(at_once.module.fed))
+
+
+class Mixes(Fed):
+    """MixUp on the device, in the transfer hooks; counts its draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(f"before {len(batch[0])}")
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(f"after {len(batch[0])}")
+        share = torch.rand(())
+        return [share * batch[0], share * batch[1], batch[2]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_transfer_hooks_get_the_users_batches(workers: int) -> None:
+    plain, merged = both(
+        {"batch": {"micro_batch": 32}}, partial(batches, 84, num_workers=workers), Mixes, max_epochs=2, **ACCUMULATE
+    )
+    assert merged_like(plain, merged) and merged.module.calls == plain.module.calls
+    assert torch.equal(torch.cat(plain.module.fed), torch.cat(merged.module.fed))
+    assert [len(x) for x in merged.module.fed] == [32, 32, 16, 4] * 2
+    assert "on_before_batch_transfer" not in vars(merged.module)
+
+
+def drop(samples: Any) -> Any:
+    return torch.utils.data.default_collate([sample for sample in samples if int(sample[2]) % 11])
+
+
+@pytest.mark.parametrize("module", [Mixes, Extra])
+def test_windows_behind_a_feed(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staged ahead of time, batch by batch, with their hooks; and of several lengths, apart from then on."""
+    feed_on_cpu(monkeypatch)
+    rungs = {**MERGE, "prefetch": {"depth": 2}}
+    plain, merged = both(MERGE, EVEN, module, max_epochs=2, **ACCUMULATE)
+    fed = run(rungs, EVEN(), module, max_epochs=2, **ACCUMULATE)
+    assert fed.seen("prefetch")["batches"] == 6 and fed.verdict("batch").why == merged.verdict("batch").why
+    assert fed.module.samples == plain.module.samples and distance(plain, merged) < 1e-6
+    if module is Extra:  # what draws on its way draws earlier behind a feed
+        assert distance(merged, fed) == 0
+
+
+def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
+    """A rung that a rehearsal keeps converts the batch at hand, which was on the device before it."""
+    micro = MicroBatches(32, rung="batch")
+    apart = Window([torch.zeros(2, 3), torch.ones(2, 4)])
+    shown = micro.take_window(apart)
+    assert shown is apart[-1] and micro.find_whole(shown) is apart and micro.find_whole(apart[0]) is apart[0]
+    converted = micro.convert(shown, lambda batch: batch + 1)
+    whole = micro.find_whole(converted)
+    assert [float(batch.max()) for batch in whole] == [1, 2] and converted is whole[-1]
+    joined = micro.take_window(Window([torch.zeros(2, 3), torch.ones(1, 3)]))
+    assert joined.shape == (3, 3)
+    again = micro.convert(joined, lambda batch: batch + 1)
+    assert float(again.sum()) == 12 and micro.find_whole(again) is again
+
+
+def test_a_collate_function_that_drops_samples() -> None:
+    plain, merged = both(MERGE, partial(EVEN, collate_fn=drop), max_epochs=3, **ACCUMULATE)
+    assert merged_like(plain, merged) and sum(map(len, plain.module.samples)) < 3 * 96
 
 
 def test_an_iterable_dataset_is_refused() -> None:

@@ -38,43 +38,6 @@ def test_nothing_is_dropped_inside_and_everything_after(name: str) -> None:
     assert not torch.equal(call(), call())
 
 
-def test_attention_keeps_its_other_arguments() -> None:
-    plain = functional.scaled_dot_product_attention(X, X, X, is_causal=True)
-    with determinism.make_repeatable():
-        assert torch.equal(functional.scaled_dot_product_attention(X, X, X, None, 0.9, True), plain)
-        assert not torch.equal(functional.scaled_dot_product_attention(X, X, X), plain)
-
-
-class StochasticDepth(torch.nn.Module):
-    """As torchvision has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = 0.5
-
-
-def test_layers_that_ask_no_function() -> None:
-    held = functional.dropout  # as `from torch.nn.functional import dropout` does
-    module = torch.nn.ModuleList(
-        [
-            torch.nn.LSTM(8, 8, 2, dropout=0.5),
-            torch.nn.Dropout(0.3),
-            StochasticDepth(),
-            torch.nn.MultiheadAttention(8, 2, 0.5),
-            torch.nn.Linear(8, 8),
-        ]
-    )
-    undo = determinism.switch_off_dropout(module)
-    lstm: torch.nn.LSTM = module[0]  # type: ignore[assignment]
-    assert torch.equal(lstm(X)[0], lstm(X)[0]) and torch.equal(module[1](X), X) and module[2].p == 0
-    undo()
-    assert lstm.dropout == 0.5 and module[1].p == 0.3 and module[2].p == 0.5
-    with determinism.make_repeatable():
-        attention = module[3]
-        assert torch.equal(attention(X, X, X)[0], attention(X, X, X)[0])
-    assert functional.dropout is held
-
-
 def test_modes_are_on_inside_and_back_after_an_error() -> None:
     torch.backends.cudnn.benchmark = True
     try:

@@ -125,6 +125,21 @@ def test_backwards_that_were_done(kind: Any, counts: list[int], tmp_path: Path) 
     assert not any(getattr(each, "_post_accumulate_grad_hooks", None) for each in module.parameters()), "it let go"
 
 
+class Pairwise(Twin):
+    """Compares the samples of a batch, so that its windows are not merged."""
+
+    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(out @ y.T, torch.arange(len(y)))
+
+
+def test_windows_that_run_apart_were_planned_so(tmp_path: Path) -> None:
+    rungs = {"batch": {"micro_batch": 32}}
+    found, _ = ledger(tmp_path / "apart", Pairwise, rungs=rungs, train=lambda: shuffled(84))
+    assert [row[1:3] for row in found["steps"]] == [[32, 4], [32, 4], [20, 3]] and found["planned"] == [4, 4, 3]
+    merged, _ = ledger(tmp_path / "merged", Twin, rungs=rungs, train=lambda: shuffled(84))
+    assert merged["planned"] == [row[2] for row in merged["steps"]] == [1, 1, 2]
+
+
 def test_compiled_parts_are_counted(tmp_path: Path) -> None:
     class Compiled(Twin):
         def __init__(self) -> None:

@@ -67,6 +67,22 @@ def test_the_whole() -> None:
     ]
 
 
+def test_what_a_rung_changes_besides_is_said_once_it_took() -> None:
+    said = Change(wants={"step.micro_batch": 32}, notes=("hooks count\nsteps", "validation stays"))
+    quiet = Change(wants={"loader.num_workers": 4}, notes=("workers compete for CPUs",))
+    plan = Plan(
+        steps=(
+            Step(rung="batch", status="planned", change=said),
+            Step(rung="workers", status="planned", change=quiet),
+        )
+    )
+    both = [Verdict(rung="batch", took=True, why="x"), Verdict(rung="workers", took=True, why="y")]
+    changes = [line for line in summary.lines(SEEN, plan, both, []) if line.startswith("CHANGES")]
+    assert changes == ["CHANGES  batch: hooks count steps; validation stays"]
+    refused = [dataclasses.replace(both[0], took=False), both[1]]
+    assert not [line for line in summary.lines(SEEN, plan, refused, []) if line.startswith("CHANGES")]
+
+
 @pytest.mark.parametrize("parity", ["exact", "approximate", "changes-training"])
 def test_what_took_is_under_the_plans_parity_class(parity: str) -> None:
     verdicts = [Verdict(rung="amp", took=True, why="x")]

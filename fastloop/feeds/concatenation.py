@@ -1,0 +1,112 @@
+"""Several batches as one, along their samples: what cutting it again gives back exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastloop.feeds.batch_tree import is_container, rebuild, samples, tensors
+
+_PLAIN = (type(None), str, bytes, bool, int, float, complex)
+
+
+class CannotConcatenate(TypeError):
+    """These batches are not one batch when put together; the message says what is in the way."""
+
+
+def concatenate(batches: Sequence[Any]) -> Any:
+    """One batch of the samples of all, in their order; the very same object where there is one only.
+
+    Tensors [n, ...] and lists of n strings or numbers are put together on dim 0. What does not go with the samples has
+    to be the same in all of them.
+
+    Raises:
+        CannotConcatenate: tensors of other trailing shapes (padded lengths), kinds or dtypes; a number that each batch
+            has of its own; objects; containers with other members.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    rows = [samples(batch) or 0 for batch in batches]
+    if not all(rows):
+        raise CannotConcatenate("a batch holds no tensor with a first dimension")
+    return _join(batches, rows)
+
+
+def _join(members: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = members[0]
+    kinds = {type(member).__name__: None for member in members}
+    if any(type(member) is not type(first) for member in members):
+        raise CannotConcatenate(f"a {' in one batch and a '.join(kinds)} in another")
+    if isinstance(first, torch.Tensor):
+        return _join_tensors(members, rows)
+    if isinstance(first, _PLAIN):
+        return _share(members)
+    if type(first) in (list, tuple) and not any(True for member in members for _ in tensors(member)):
+        return _join_lists(members, rows)
+    if not is_container(first):
+        raise CannotConcatenate(f"a {type(first).__name__} cannot be concatenated")
+    columns = iter(list(zip(*(_list_members(member, first) for member in members), strict=True)))
+    try:
+        return rebuild(first, lambda _: _join(next(columns), rows))
+    except CannotConcatenate:
+        raise
+    except Exception as error:  # whatever a constructor of the user's raises
+        raise CannotConcatenate(f"a {type(first).__name__} cannot be rebuilt from its members: {error}") from error
+
+
+def _list_members(member: Any, first: Any) -> list[Any]:
+    """Direct members, in the order in which `rebuild` walks those of the first batch."""
+    if isinstance(first, Mapping):
+        if member.keys() != first.keys():
+            odd = sorted(map(str, member.keys() ^ first.keys()))
+            raise CannotConcatenate(f"batches with other keys: {', '.join(odd)}")
+        return [member[key] for key in first]
+    if isinstance(first, (list, tuple)):
+        if len(member) != len(first):
+            raise CannotConcatenate(
+                f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another"
+            )
+        return list(member)
+    return [getattr(member, field.name) for field in dataclasses.fields(first)]
+
+
+def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+    first = members[0]
+    if type(first) is not torch.Tensor or first.layout != torch.strided:
+        raise CannotConcatenate(f"a {type(first).__name__} of layout {first.layout} cannot be concatenated")
+    if all(member.dim() == 0 for member in members):
+        if any(not torch.equal(member, first) for member in members):
+            raise CannotConcatenate("a number of its own for each batch")
+        return first
+    for member, count in zip(members, rows, strict=True):
+        if member.dim() == 0 or member.shape[0] != count:
+            raise CannotConcatenate(f"a tensor of shape {tuple(member.shape)} in a batch of {count} samples")
+    if len(shapes := dict.fromkeys(tuple(member.shape[1:]) for member in members)) > 1:
+        few = " and ".join(str(list(shape)) for shape in list(shapes)[:2])
+        raise CannotConcatenate(f"batches of several shapes, such as padded lengths: samples of {few}")
+    if len(kinds := dict.fromkeys(str(member.dtype) for member in members)) > 1:
+        raise CannotConcatenate(f"tensors of {' and '.join(kinds)}")
+    return torch.cat(list(members))
+
+
+def _join_lists(members: Sequence[Any], rows: Sequence[int]) -> Any:
+    """One entry for each sample, or the same in all; not where cutting could take the one for the other."""
+    if all(len(member) == count for member, count in zip(members, rows, strict=True)):
+        return type(members[0])(entry for member in members for entry in member)
+    if len(members[0]) == sum(rows):
+        raise CannotConcatenate("a list with as many entries as the window has samples")
+    return _share(members)
+
+
+def _share(members: Sequence[Any]) -> Any:
+    first = members[0]
+    try:
+        same = all(bool(member == first) for member in members)
+    except Exception:  # whatever a comparison of the user's raises
+        same = False
+    if not same:
+        raise CannotConcatenate(f"a {type(first).__name__} of its own for each batch")
+    return first

@@ -1,0 +1,86 @@
+"""The batches of an accumulation window: each collated as the user's loader does it, then concatenated where that goes.
+
+All of it happens where the loader collates: in its worker processes, if it has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastloop.feeds.accumulation_windows import Joined
+from fastloop.feeds.batch_tree import Window, samples
+from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+
+
+class WindowDataset:
+    """Stands in for a map-style dataset and hands out whole windows; else it is the dataset, for whoever looks at it.
+
+    Torch's fetchers collate all they were asked for at once, and their only door is the dataset.
+    Source: torch/utils/data/_utils/fetch.py, ``_MapDatasetFetcher.fetch``.
+
+    Args:
+        inner: the user's dataset.
+        collate: the user's collate function.
+        concatenates: False: leave each window's batches apart, for hooks that come first.
+    """
+
+    _OWN = frozenset({"inner", "collate", "concatenates"})
+
+    def __init__(self, inner: Any, collate: Callable[[Any], Any], *, concatenates: bool) -> None:
+        self.inner, self.collate, self.concatenates = inner, collate, concatenates
+
+    def __getitems__(self, indices: Joined) -> Any:
+        """One window: the concatenation of its batches, or a `Window` of them where that is none."""
+        batches, start = [], 0
+        for size in indices.sizes:
+            batches.append(self.collate(self._fetch(indices[start : start + size])))
+            start += size
+        if len(batches) == 1:
+            return batches[0]
+        # A collate function that drops samples would shift the cuts.
+        if not self.concatenates or [samples(batch) for batch in batches] != list(indices.sizes):
+            return Window(batches)
+        try:
+            return concatenate(batches)
+        except CannotConcatenate:
+            return Window(batches)
+
+    def _fetch(self, indices: list[Any]) -> Any:
+        fetch = getattr(self.inner, "__getitems__", None)
+        return fetch(indices) if fetch else [self.inner[index] for index in indices]
+
+    # -- whoever looks at it sees the user's dataset: worker_init_fn, get_worker_info(), trainer.train_dataloader ------
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.inner[index]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WindowDataset._OWN:  # not set yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in WindowDataset._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.inner)
+
+    def __reduce__(self) -> Any:
+        return _make_again, (self.inner, self.collate, self.concatenates)
+
+
+def _make_again(inner: Any, collate: Callable[[Any], Any], concatenates: bool) -> WindowDataset:
+    return WindowDataset(inner, collate, concatenates=concatenates)
+
+
+def hand_through(window: Any) -> Any:
+    """Collate function for what is collated already."""
+    return window

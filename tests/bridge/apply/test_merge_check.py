@@ -1,0 +1,246 @@
+"""Whether windows may be merged: what is found out on the first one, and that finding it out leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, dropout
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastloop.bridge.apply import accumulation
+from fastloop.bridge.apply.recorded_calls import CallRecorder
+from fastloop.errors import FastLoopError
+from tests.runs import Net, Run, batches, both, distance, run
+
+MERGE = {"batch": {"micro_batch": 32}}
+ACCUMULATE = {"accumulate_grad_batches": 4}
+EVEN = partial(batches, 96)
+TOKENS, WORDS = 12, 20
+
+
+class Tagger(Net):
+    """A class for each token of 12; what is padding has the target -100 and no part in the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Embedding(WORDS, 8), torch.nn.Tanh(), torch.nn.Linear(8, WORDS))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def sentences(shortest: int, samples: int = 96) -> DataLoader[Any]:
+    """All of the same shape; `shortest` tokens of 12 and more of each are real."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, WORDS, (samples, TOKENS), generator=generator)
+    lengths = torch.randint(shortest, TOKENS + 1, (samples, 1), generator=generator)
+    targets = words.roll(1, 1).masked_fill(torch.arange(TOKENS) >= lengths, -100)
+    return DataLoader(TensorDataset(words, targets, torch.arange(samples)), batch_size=8)
+
+
+def accumulated_like(plain: Run, ours: Run) -> bool:
+    """Batch by batch as without us, bit for bit."""
+    return ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+
+
+def test_token_means_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = both(MERGE, partial(sentences, 2), Tagger, max_epochs=3, **ACCUMULATE)
+    verdict = ours.verdict("batch")
+    assert verdict.took is False and accumulated_like(plain, ours)
+    start = "windows run batch by batch: the loss is not a mean over samples: the merged gradient differs by "
+    assert verdict.why.startswith(start) and float(verdict.why.removeprefix(start).partition(";")[0]) > 1e-2
+    assert ours.seen("batch")["apart_steps"] == 9 and ours.seen("batch")["changed_steps"] == 0
+    # The control: what merging them without a look trains is something else.
+    monkeypatch.setattr("fastloop.bridge.apply.micro_batches.explain_difference", lambda *_: None)
+    blind = run(MERGE, sentences(2), Tagger, max_epochs=3, **ACCUMULATE)
+    assert blind.verdict("batch").took is True and distance(plain, blind) > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_means_are_merged(precision: Any) -> None:
+    """The control: the same sentences without padding, and cross-entropy over samples."""
+    plain, ours = both(MERGE, partial(sentences, TOKENS), Tagger, max_epochs=2, precision=precision, **ACCUMULATE)
+    assert ours.verdict("batch").took is True and ours.seen("batch")["changed_steps"] == 6
+    assert ours.seen("batch")["compared_s"] > 0 and ours.module.samples == plain.module.samples
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_rounding_hides_no_weights(precision: Any) -> None:
+    ours = run(MERGE, sentences(6), Tagger, max_epochs=1, precision=precision, **ACCUMULATE)
+    assert ours.verdict("batch").took is False and "not a mean over samples" in ours.verdict("batch").why
+
+
+class Contrast(Net):
+    def loss(self, batch: Any) -> torch.Tensor:
+        keys = self.net(batch[0])
+        return cross_entropy(keys @ batch[1].T, torch.arange(len(keys)))
+
+
+class OfEight(Net):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([member.reshape(8, -1) for member in batch[:2]])
+
+
+class Noisy(Net):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([batch[0] + torch.randn_like(batch[0]), batch[1] * torch.randn_like(batch[1])])
+
+
+class Skips(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 4 in (1, 3) else loss
+
+
+class Broken(Net):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Contrast, "the loss is not a mean over samples: the merged gradient differs by "),
+        (OfEight, "accumulated and merged could not be compared: RuntimeError: "),
+        (Noisy, "training_step draws random numbers of its own: accumulated and merged differ by "),
+        (Skips, "accumulated and merged could not be compared: ValueError: training_step returned no loss"),
+    ],
+)
+def test_what_else_is_left_as_it_was(module: Any, why: str) -> None:
+    plain, ours = both(MERGE, EVEN, module, max_epochs=2, **ACCUMULATE)
+    assert ours.verdict("batch").took is False
+    assert ours.verdict("batch").why.startswith(f"windows run batch by batch: {why}")
+    assert accumulated_like(plain, ours)
+    with pytest.raises(FastLoopError, match="strict to train batch by batch"):
+        run(MERGE, EVEN(), module, max_epochs=1, strict=True, **ACCUMULATE)
+
+
+def test_a_gradient_that_is_no_number() -> None:
+    ours = run(MERGE, EVEN(), Broken, max_epochs=1, **ACCUMULATE)
+    assert "could not be compared: the gradient is not finite" in ours.verdict("batch").why
+
+
+def test_the_users_own_error_arrives_once_and_as_it_is() -> None:
+    class Mine(Exception):
+        pass
+
+    class Raises(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            raise Mine("planted")
+
+    with pytest.raises(Mine, match="planted"):
+        run(MERGE, EVEN(), Raises, max_epochs=1, **ACCUMULATE)
+
+
+def test_the_users_word_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastloop.bridge.apply.micro_batches.explain_difference", lambda *_: 1 / 0)
+    word = {"batch": {"micro_batch": 32, "loss_is_mean": True}}
+    assert run(word, sentences(2), Tagger, max_epochs=1, **ACCUMULATE).verdict("batch").took is True
+
+
+class Keeps(Net):
+    """Changes whatever a forward can change, drops out, and notes where the first batch that counts finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random.seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)
+        )
+        self.register_buffer("queue", torch.zeros(4))
+        self.calls, self.seen = 0, [0.0]
+        self.found: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls, self.queue = self.calls + 1, self.queue.roll(1) + self.calls
+        self.seen.append(float(batch[0].sum()))
+        batch[1].mul_(1.5)
+        loss = self.loss([dropout(batch[0], 0.1, self.training), batch[1]]) * (1 + 1e-3 * random.random())
+        self.log("loss", loss)
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        parts = {f"{name}.training": part.training for name, part in self.named_modules()}
+        grads = {name: copy.copy(parameter.grad) for name, parameter in self.named_parameters()}
+        own = {"calls": self.calls, "seen": list(self.seen), "streams": (torch.get_rng_state(), random.getstate())}
+        return {**own, **parts, **grads, **{name: buffer.clone() for name, buffer in self.named_buffers()}}
+
+
+def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[dict[str, Any]] = []
+    ran: list[int] = []
+    written: list[bool] = []
+    compare = accumulation.explain_difference
+
+    def watched(strategy: Any, own: Any, merged: Any, step: Any) -> str | None:
+        module = strategy.lightning_module
+        before = [tensor.clone() for piece in own for tensor in piece.batch]
+        states.append(module.state())
+        compare(strategy, own, merged, lambda batch, number: ran.append(number) or step(batch, number))  # type: ignore[func-returns-value]
+        states.append(module.state())
+        written.append(not all(map(torch.equal, before, [tensor for piece in own for tensor in piece.batch])))
+        return "planted"
+
+    monkeypatch.setattr("fastloop.bridge.apply.micro_batches.explain_difference", watched)
+    plain, ours = both(MERGE, EVEN, Keeps, max_epochs=2, **ACCUMULATE)
+    assert ran == [0, 1, 2, 3, 0], "it did run, each batch and then all of them"
+    first, second = states
+    assert first.keys() == second.keys()
+    assert all(_same(first[name], second[name]) for name in first) and written == [False]
+    assert distance(plain, ours) == 0 and plain.module.seen == ours.module.seen
+    # The control: without the guard the traces show.
+    states.clear()
+    monkeypatch.setattr(accumulation, "map_tensors", lambda batch, _clone: batch)
+    monkeypatch.setattr(accumulation, "untouched", lambda _module: torch.enable_grad())
+    run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
+    assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
+    assert written == [False, True]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+
+def test_batchnorm_is_a_class_and_no_refusal() -> None:
+    plain, ours = both(MERGE, EVEN, Normed, max_epochs=2, **ACCUMULATE)
+    assert ours.verdict("batch").took is True and ours.verdict("batch").parity_class == "changes-training"
+    assert distance(plain, ours) > 1e-3
+
+
+def test_compiled_modules_are_not_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stances: list[str] = []
+
+    class Looks(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            stances.append(torch._dynamo.eval_frame._stance.stance)
+            return super().loss(batch)
+
+    assert run(MERGE, EVEN(), Looks, max_epochs=1, **ACCUMULATE).verdict("batch").took
+    assert stances == ["force_eager"] * 5 + ["default"] * 3
+
+
+def test_a_recorder_of_calls_sees_the_step_alone() -> None:
+    """What a rehearsal plays again are the calls of the first step, not those that were compared before it."""
+    recorders: list[CallRecorder] = []
+
+    class Recorded(Net):
+        def on_train_start(self) -> None:
+            recorders.append(CallRecorder(self, ["net"]))
+
+    assert run(MERGE, EVEN(), Recorded, max_steps=1, **ACCUMULATE).verdict("batch").took
+    assert [call.args[0].shape for call in recorders[0].calls] == [(32, 8)]
