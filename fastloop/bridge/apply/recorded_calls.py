@@ -44,6 +44,8 @@ class CallRecorder:
         self.calls: list[Call] = []
         self.problem: str | None = None
         """Why what was seen cannot be played again."""
+        self.is_whole = True
+        """No call in training was left out."""
         self._versions: dict[str, int] = {}
         self._of_batch: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
@@ -67,7 +69,10 @@ class CallRecorder:
     def _make_before(self, name: str) -> Callable[..., None]:
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._versions[name] = _sum_versions(module)
-            if not module.training or sum(call.name == name for call in self.calls) >= MOST_CALLS:
+            if not module.training:
+                return
+            if sum(call.name == name for call in self.calls) >= MOST_CALLS:
+                self.is_whole = False
                 return
             try:
                 trained = tuple(parameter.requires_grad for parameter in module.parameters())

@@ -214,7 +214,9 @@ class Rehearsal:
             fault=fault,
             on_modules=True,
             is_costly=_is_costly(step),
-            rehearsed=Rehearsed(deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms),
+            rehearsed=Rehearsed(
+                deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole
+            ),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if first_s is not None else None,
         )
 
