@@ -73,7 +73,7 @@ def shorten_reason(reason: str) -> str:
 
 @contextlib.contextmanager
 def autotune_apart() -> Iterator[None]:
-    """Let Inductor time its kernels in a process of its own: one that breaks the CUDA context then breaks that one's."""
+    """Let Inductor time kernels in a process of its own: one that breaks the CUDA context breaks that one's."""
     import torch
     from torch._inductor import config
 
