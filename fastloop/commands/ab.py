@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
 from fastloop.config.layers import as_patch
 from fastloop.errors import ConfigError
@@ -107,7 +107,7 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
     arms = _without_secrets(arms_of(asked))
     if asked.script is None:
         for arm in arms:
-            check_open_sections(arm.config())
+            check_without_torch(arm.config())
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
     with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
