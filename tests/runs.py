@@ -134,8 +134,11 @@ class Run:
         return step.reason if step.status == "skipped" else None
 
 
-def watching(rungs: Rungs, **settings: Any) -> FastLoop:
-    config = {"rungs": {name: {"enabled": True, **keys} for name, keys in (rungs or {}).items()}}
+def watching(rungs: Rungs, *, rehearsal: str = "on", **settings: Any) -> FastLoop:
+    config = {
+        "rehearsal": rehearsal,
+        "rungs": {name: {"enabled": True, **keys} for name, keys in (rungs or {}).items()},
+    }
     return FastLoop({**config, "watch": {"warmup_steps": 1}}, quiet=True, **settings)
 
 

@@ -76,7 +76,7 @@ def made(kind: Any, rungs: runs.Rungs, **settings: Any) -> tuple[Any, L.Trainer]
     """A module with the weights that this seed gives, and a Trainer with these rungs."""
     torch.manual_seed(0)
     module = kind()
-    loop = [] if rungs is None else [runs.watching(rungs)]
+    loop = [] if rungs is None else [runs.watching(rungs, rehearsal="off")]  # as trials have it
     return module, models.trainer(callbacks=loop, **{"accumulate_grad_batches": 4, **settings})
 
 
