@@ -15,6 +15,9 @@ from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import Budget, Sizes
 
+MOST_KINDS = 6
+"""Of calls of one module: by types of the arguments, and by what wants a gradient."""
+
 
 class CompiledCall:
     """A module's calls by way of a compiled function: a plain one around ``_call_impl``, since ``module.compile()``
@@ -32,7 +35,8 @@ class CompiledCall:
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
         failure: why it fell back to eager; empty: it did not.
-        budgets: by training (True) and evaluation, which have graphs and sizes of their own.
+        budgets: by training (True) and evaluation, which have graphs and sizes of their own; and so have further kinds
+            of calls in either, such as those with a gradient for their input.
     """
 
     def __init__(
@@ -53,7 +57,10 @@ class CompiledCall:
         self.module, self.name = module, name or type(module).__name__
         self.dynamic, self.is_tried = dynamic, is_tried
         self.graphs, self.failure = 0, ""
-        self.budgets = {True: Budget(), False: Budget()}
+        self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
+        self._usual: dict[bool, Any] = {}
+        """The kind of the first call in training, and in evaluation."""
+        self._trained = next(module.parameters(), None)
         self._missed = False
         self._varying: dict[str, list[int]] = {}
         self._buffers = list(module.buffers())
@@ -66,8 +73,8 @@ class CompiledCall:
     @property
     def spent(self) -> str:
         """Why all calls in training run eagerly by now; empty while graphs serve them."""
-        why = self.budgets[True].spent
-        return f"{self.name}: {why}" if why else ""
+        every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
+        return f"{self.name}: {every[0].spent}" if all(budget.spent for budget in every) else ""
 
     def note_shapes(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Iterable[Mapping[int, int]] = ()
@@ -83,10 +90,12 @@ class CompiledCall:
             self._note({way: tuple(became.get(size, size) for size in shape) for way, shape in sizes.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        budget = self.budgets[self.module.training]
-        if is_compiling() or budget.spent:
+        if is_compiling():
             return self.module._call_impl(*args, **kwargs)
         tensors = call_shapes.find_tensors(args, kwargs)
+        budget = self._find_budget(tensors)
+        if budget is None or budget.spent:
+            return self.module._call_impl(*args, **kwargs)
         sizes: Sizes = {way: tensor.shape for way, tensor in tensors.items()}
         is_new = not budget.fits(sizes)
         # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
@@ -132,6 +141,21 @@ class CompiledCall:
             captured = dynamo_graphs.count_captured() - captured
             self.graphs += captured
             budget.count(captured=captured > 0, eager=self._missed)
+
+    def _find_budget(self, tensors: Mapping[str, torch.Tensor]) -> Budget | None:
+        """That of this kind of calls; None where there are too many kinds."""
+        training = self.module.training
+        kind = (
+            training,
+            torch.is_grad_enabled(),
+            self._trained is not None and self._trained.requires_grad,
+            *((tensor.dtype, tensor.requires_grad) for tensor in tensors.values()),
+        )
+        if self._usual.setdefault(training, kind) == kind:
+            return self.budgets[training]
+        if kind not in self.budgets and len(self.budgets) >= MOST_KINDS:
+            return None
+        return self.budgets.setdefault(kind, Budget())
 
     def _note(self, sizes: Sizes) -> None:
         """Learn which dimensions a graph is told to vary. Lengths that vary in training do so in evaluation."""

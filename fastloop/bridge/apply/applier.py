@@ -200,6 +200,8 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
+        if self.rehearsal is not None:
+            self.rehearsal.note_batch(args)
         if self._late_conversions and args:
             for convert in self._late_conversions:
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
