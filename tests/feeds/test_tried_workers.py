@@ -271,14 +271,16 @@ def place_of(function: Callable[..., Any], line: int) -> str:
 
 @pytest.mark.parametrize("start", [None, "spawn"])
 def test_a_hung_worker_ends_the_epoch_with_its_line(start: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LOOK_S", 0.2), ("SAY_S", 6.0), ("LIMIT_S", 8.0)):
-        monkeypatch.setattr(tried_workers, name, seconds)
+    monkeypatch.setattr(tried_workers, "LOOK_S", 0.2)
     dataset = Subset(Hangs(), range(20))
     loader, steps = tried(dataset=dataset, shuffle=False, num_workers=1, multiprocessing_context=start)
     seen = []
-    with pytest.raises(FastLoopError, match="no batch for 8 s") as raised:
+    with pytest.raises(FastLoopError, match=r"no batch for \d+ s") as raised:
         for batch in loader:
             seen += _content(batch)
+            if len(seen) == 8:  # a start takes as long as the machine needs for it
+                monkeypatch.setattr(tried_workers, "SAY_S", 1.0)
+                monkeypatch.setattr(tried_workers, "LIMIT_S", 3.0)
     assert seen == list(range(8))
     inner, outer = place_of(Hangs.wait, 1), place_of(Hangs.__getitem__, 1)
     for said in (raised.value.got, *steps.warned):
