@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,6 +74,14 @@ def test_means_are_merged(precision: Any) -> None:
 def test_rounding_hides_no_weights(precision: Any) -> None:
     ours = run(MERGE, sentences(6), Tagger, max_epochs=1, precision=precision, **ACCUMULATE)
     assert ours.verdict("batch").took is False and "not a mean over samples" in ours.verdict("batch").why
+
+
+@pytest.mark.parametrize(("shortest", "took"), [(TOKENS, True), (6, False)])
+def test_with_the_scaler_of_float16(shortest: int, took: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    ours = run(MERGE, sentences(shortest), Tagger, max_epochs=1, plugins=plugins, **ACCUMULATE)
+    assert ours.verdict("batch").took is took and ("is not a mean" in ours.verdict("batch").why) is not took
 
 
 class Contrast(Net):
