@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
@@ -217,6 +218,48 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
+
+
+class Writes(Net):
+    """Logs by hand, and has a teacher that follows its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(8, 16).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.write(batch_idx)
+        self.teacher.weight.lerp_(self.net[0].weight.detach(), 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class Book(Logger):
+    """A logger that keeps what it is told."""
+
+    name = version = "book"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[int] = []
+        self.experiment = self
+
+    def write(self, batch_idx: int) -> None:
+        self.written.append(batch_idx)
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_loggers_and_parameters_are_left_alone() -> None:
+    books = [Book(), Book()]
+    plain, ours = (
+        run(rungs, EVEN(), Writes, max_epochs=2, logger=book, **ACCUMULATE)
+        for rungs, book in zip((None, MERGE), books, strict=True)
+    )
+    assert books[0].written == books[1].written == [*range(12)] * 2
+    assert "NotApplicable: training_step changes parameters" in ours.verdict("batch").why
+    assert accumulated_like(plain, ours) and ours.trainer.loggers == [books[1]]
 
 
 class Normed(Net):
