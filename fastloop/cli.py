@@ -16,6 +16,7 @@ import click
 from fastloop import __version__, commands
 from fastloop.commands import console
 from fastloop.commands.console import Answer, get_attached
+from fastloop.records.secrets import make_scrubber
 from fastloop.records.store import Record
 
 _json = click.option(
@@ -300,7 +301,7 @@ def _main() -> int:
         return 2
     except BaseException as error:
         text, code = console.describe_exit(error)
-        _print(text)
+        _print(make_scrubber().text(text))
         return code
     return 0
 

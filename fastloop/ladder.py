@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.card import Cards
@@ -42,6 +42,9 @@ class Rung(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
+
+    coming: ClassVar[tuple[str, ...]] = ("dali", "nodes", "cache", "attention", "loss", "host", "gaps", "shard")
+    """Names of rungs that later versions will have: not taken for typing errors."""
 
     workers: Workers = Workers()
     pin: Pin = Pin()

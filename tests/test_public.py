@@ -28,7 +28,7 @@ KEYS: dict[str, Any] = {
             "enabled": False,
             "count": "auto",
             "prefetch_factor": 2,
-            "persistent": False,
+            "persistent": "auto",
             "start_method": "auto",
         },
         "pin": {"enabled": False},

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from fastloop.errors import FastLoopError
@@ -28,7 +32,8 @@ class Guarded(Protocol):
 
 
 def fail_open(hook: Hook) -> Hook:
-    """An exception in our own code is one warning, and training goes on without us; errors meant for a person pass."""
+    """An exception in our own code is one warning, and training goes on without us. Errors meant for a person pass, and
+    so does what a signal's handler raised while our code ran."""
 
     @functools.wraps(hook)
     def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
@@ -39,22 +44,60 @@ def fail_open(hook: Hook) -> Hook:
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             self.stop_watching(f"{hook.__name__}: {type(error).__name__}: {error}")
             return None
 
     return guarded  # type: ignore[return-value]
 
 
+def let_through(error: BaseException) -> None:
+    """Raise what a signal's handler raised, where that is what `error` is or came from; it is not ours to swallow.
+
+    Python runs a handler wherever the main thread is, so inside our hooks too. torch's for SIGCHLD raises that a worker
+    of the loader was killed, and says so once only; handlers of the user's raise what they like.
+    """
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        if _came_by_signal(found):
+            raise found
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+
+
+def _came_by_signal(error: BaseException) -> bool:
+    """Whether a frame of its traceback was called as handlers are: with a number and the frame that it interrupted."""
+    outer = error.__traceback__
+    while outer is not None and (inner := outer.tb_next) is not None:
+        given = _list_arguments(inner.tb_frame)
+        if any(isinstance(number, int) and frame is outer.tb_frame for number, frame in pairwise(given)):
+            return True
+        outer = inner
+    return False
+
+
+def _list_arguments(frame: FrameType) -> list[Any]:
+    """What a frame's function was called with, as far as it still has it."""
+    code = frame.f_code
+    starred = bool(code.co_flags & inspect.CO_VARARGS)
+    names = code.co_varnames[: code.co_argcount]
+    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:starred]
+    values = frame.f_locals
+    return [*(values.get(name) for name in names), *(each for name in rest for each in values.get(name, ()))]
+
+
 # -- exceptions whose text leaves the user guessing, explained in one line ---------------------------------------------
 
 
-def hint(exception: BaseException, module: Any) -> str | None:
-    """One line that adds what the exception does not say; None where we know nothing better."""
+def hint(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
+    """One line that adds what the exception, in a run with these rungs, does not say; None: we know nothing better."""
     text = str(exception)
     if "did not receive grad for rank" in text:
         return _unused_parameters(text, module)
-    explained = {part: line for card in cards().values() for part, line in card.explains.items()}
-    return next((line for part, line in explained.items() if part in text), None)
+    explained = {part: line for rung in rungs for part, line in cards()[rung].explains.items()}
+    places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    return next((line for part, line in explained.items() if any(part in each for each in (text, *places))), None)
 
 
 def _unused_parameters(text: str, module: Any) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.config import check_open_sections
 from fastloop.commands.console import Answer, attach
 from fastloop.config.layers import as_patch
 from fastloop.errors import ConfigError
@@ -23,7 +23,7 @@ from fastloop.experiments.ab.experiment import Experiment, Settings, Side, Unpla
 from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
 from fastloop.experiments.ab.sides import sides_of
-from fastloop.experiments.trials.failures import Failed, failed, writing
+from fastloop.experiments.trials.failures import Failed, advise, failed, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
@@ -105,7 +105,8 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
     """
     arms = [_without_secrets(arm) for arm in arms_of(asked)]
     if asked.script is None:
-        check_recipe_keys(arms[0].config())
+        for arm in arms:
+            check_open_sections(arm.config())
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
     with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
@@ -171,6 +172,7 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
             trial.tail
             if trial.code == 2 and trial.tail
             else f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare: {trial.cause}"
+            f"{advise(trial, experiment.place)}"
         )
         failure = Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
         attach(failure, result)

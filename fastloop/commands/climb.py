@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.config import check_open_sections
 from fastloop.commands.console import Answer, attach
 from fastloop.config.loading import Config, require_recipe
 from fastloop.errors import ConfigError
@@ -67,7 +67,7 @@ def climb(
     config = job.config()
     _check(budget_s, allow)
     require_recipe(config)
-    check_recipe_keys(config)
+    check_open_sections(config)
     place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME), hold(path):
         recorder = Recorder(path, config, allow, budget_s, _load_earlier(path, config, resume))
@@ -189,7 +189,9 @@ def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Fai
     """What to end with where the training as it is, or with the stack reached so far, does not run."""
     trial = base.result.trial
     recorder.stopped = f"failed: {base.result.cause or 'the run was too short to measure a rate'}"
-    ended = Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial)
+    ended = (
+        Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial, recorder.place)
+    )
     with contextlib.suppress(Exception):  # it must not hide what happened
         attach(ended, recorder.write())
     if trial is not None and trial.code == 2 and recorder.new and not climb.rows:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.commands.console import Answer
 from fastloop.config.loading import Config, diff, load, show
 from fastloop.config.schema import check_keys, first_origin, spell
@@ -31,15 +32,18 @@ def diff_configs(a: str, b: str) -> Answer:
     return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, "differences": content})
 
 
-# -- unknown recipe keys are found without importing the recipe, which would import torch and take seconds -------------
+# -- what is wrong is found without importing the recipe or Lightning: with torch, that takes seconds ------------------
 
 
-def check_recipe_keys(config: Config) -> None:
-    """Refuse a key that is no field of the recipe's ``Settings``. The recipe checks types and values itself.
+def check_open_sections(config: Config) -> None:
+    """Refuse what training would refuse below ``recipe`` and ``trainer``, the sections that take any keys when read.
+
+    Of ``recipe`` that is a key that is no field of its ``Settings``; the recipe checks types and values itself.
 
     Raises:
-        ConfigError: unknown key, with file, line, full key and the nearest known key, as in training.
+        ConfigError: with file, line, full key and the nearest known key, as in training.
     """
+    check_trainer_arguments(config)
     names = None if config.recipe_file is None else read_fields(config.recipe_file)
     if names is None:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
+from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import NO_ROOM, Failed
 from fastloop.records.store import Record
@@ -47,8 +47,8 @@ class Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], self.commands, n=1)
-            do = f"write {close[0]}" if close else "run fastloop --help"
+            near = find_nearest(args[0], self.commands)
+            do = f"write {near}" if near else "run fastloop --help"
             raise ConfigError(got=f"command {args[0]!r}", why=f"the commands are {', '.join(self.commands)}", do=do)
         return super().resolve_command(ctx, args)
 
@@ -169,12 +169,12 @@ def to_config_error(error: click.ClickException) -> ConfigError:
     command = context.command_path if context else "fastloop"
     why, do = error.format_message(), f"see {command} --help"
     if isinstance(error, click.NoSuchOption):
-        name, near = error.option_name, error.possibilities or ()
+        name, near = error.option_name, find_nearest(error.option_name, error.possibilities or ())
         why = f"{command} has no option {name}"
         if "." in name:
             do = f"write {name.lstrip('-')}=…, without dashes"
         elif near:
-            do = f"write {difflib.get_close_matches(name, near, n=1, cutoff=0.0)[0]}"
+            do = f"write {near}"
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
     return ConfigError(got=command, why=why, do=do)

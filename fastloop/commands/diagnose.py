@@ -14,7 +14,7 @@ from typing import Any
 
 from fastloop import diagnose as rules
 from fastloop.commands import rerun
-from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.config import check_open_sections
 from fastloop.commands.console import Answer
 from fastloop.commands.headspace import wanted
 from fastloop.config.loading import Config
@@ -128,7 +128,7 @@ def _answer(
 ) -> Answer:
     """The answer from the records; findings are made anew, by the rules of this version."""
     enabled = tuple(step.rung for step in plan.steps)
-    found = rules.findings(seen, cards(), enabled)
+    found = rules.findings(seen, cards(), enabled, verdicts)
     then, later = rules.next_steps(found, seen, cards(), enabled)
     report = store.report_in(where)
     lines = summary.lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
@@ -145,7 +145,7 @@ def _answer(
 
 def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:
     config, limits = job.config(), Limits(total_s=limit_s)
-    check_recipe_keys(config)
+    check_open_sections(config)
     with claim(config.name, out, force=force) as path, writing(path):
         base = run_trial("as it is", job, path, limits=limits, progress=progress)
         if not base.ok:
@@ -198,7 +198,7 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Write the files of a run that depend on its measurement, anew."""
     enabled = tuple(step.rung for step in plan.steps)
-    found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled)
+    found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled, verdicts)
     then, later = rules.next_steps(found, seen, cards(), enabled)
     contents = files.run_files(
         config_yaml="",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 
 from fastloop.commands.console import Answer
 from fastloop.config.schema import spell
 from fastloop.config.shipped import shipped
+from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import passports
 from fastloop.ladder import Ladder, manual
@@ -42,11 +42,12 @@ def list_rungs(name: str | None) -> Answer:
             json={"schema": store.SCHEMA, "run_dir": None, "rungs": content},
         )
     if name not in ladder:
-        close = difflib.get_close_matches(name, ladder, n=1)
+        near = find_nearest(name, ladder)
+        yet = "this version does not have it yet; " if name in Ladder.coming else ""
         raise ConfigError(
             got=f"rung {name!r}",
-            why=f"the rungs are {', '.join(ladder)}",
-            do=f"write {close[0]}" if close else "write one of them",
+            why=f"{yet}the rungs are {', '.join(ladder)}",
+            do=f"write {near}" if near else "write one of them",
         )
     rung = ladder[name]
     settings = {field.name: getattr(rung, field.name) for field in dataclasses.fields(rung)}  # type: ignore[arg-type]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from fastloop.commands.config import check_recipe_keys
+from fastloop.commands.config import check_open_sections
 from fastloop.commands.console import Answer, attach
 from fastloop.config.loading import Config, require_recipe
+from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import ConfigArm, Progress
 from fastloop.experiments.trials.failures import failed, writing
@@ -51,7 +51,7 @@ def tune(
     _check_what(what)
     config = job.config()
     _check(config, what)
-    check_recipe_keys(config)
+    check_open_sections(config)
     with claim(config.name, out, force=force) as path, writing(path), hold(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
@@ -103,11 +103,11 @@ def _write(where: Path, content: TuningFile) -> None:
 def _check_what(what: str) -> None:
     known = list_tunables()
     if what not in known:
-        close = difflib.get_close_matches(what.partition(".")[0], known, n=1)
+        near = find_nearest(what.removeprefix("rungs.").partition(".")[0], known)
         raise ConfigError(
             got=f"fastloop tune … {what}",
             why="it has no setting to tune",
-            do=f"write {close[0]}" if close else f"write one of {', '.join(known)}",
+            do=f"write {near}" if near else f"write one of {', '.join(known)}",
         )
 
 

@@ -32,7 +32,7 @@ from fastloop.config.schema import build, check_keys, fault, first_origin, typed
 from fastloop.config.shipped import shipped
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
-from fastloop.records.secrets import Scrubber
+from fastloop.records.secrets import make_scrubber
 from fastloop.records.store import safe_name
 from fastloop.records.yaml_text import dump_yaml
 
@@ -257,7 +257,7 @@ def _assemble(
         ladders = {layer.marked.file for layer in layers if layer.path in shipped("ladders").values()}
         return _build({key: nested[key] for key in _schema(rungs)}, origins, rungs, name, recipe, ladders)
     except ConfigError as error:
-        hide = Scrubber(*secrets).text
+        hide = make_scrubber(*secrets).text
         raise ConfigError(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
 
 
@@ -348,7 +348,7 @@ def _check_trainer(trainer: Mapping[str, Any], ladder: Any, origins: Mapping[str
 
 
 def _masked(config: Config) -> Any:
-    return Scrubber(config.values).scrub(config.values)
+    return make_scrubber(config.values).scrub(config.values)
 
 
 def _at_least(least: int, key: str, value: float) -> None:

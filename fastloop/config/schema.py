@@ -7,17 +7,17 @@ integer where a float is wanted and a list where a tuple is wanted.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
 from fastloop.config.strict_yaml import KeyPath, Origin
+from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import MASK, is_secret, mask
 from fastloop.records.yaml_text import plain
@@ -29,6 +29,8 @@ _NAMES: Mapping[Any, str] = {
     int: "an integer",
     float: "a number",
     str: "text",
+    list: "a list",
+    dict: "a mapping",
     types.NoneType: "null",
 }
 _PLURALS: Mapping[Any, str] = {bool: "booleans", int: "integers", float: "numbers", str: "texts"}
@@ -46,7 +48,11 @@ _FALSE = ("no", "n", "off", "false", "0")
 
 
 def check_keys(
-    values: Mapping[str, Any], schema: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin], path: KeyPath = ()
+    values: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    origin_of: Callable[[KeyPath], Origin],
+    path: KeyPath = (),
+    coming: Collection[str] = (),
 ) -> None:
     """Refuse unknown keys, and single values where a section belongs.
 
@@ -56,6 +62,7 @@ def check_keys(
             with any keys) or the type of a value.
         origin_of: where a key was written.
         path: where the values themselves stand.
+        coming: keys that later versions will have.
 
     Raises:
         ConfigError: with file, line, full key and the nearest key there is.
@@ -64,7 +71,7 @@ def check_keys(
         here = (*path, key)
         full, origin = ".".join(here), origin_of(here)
         if key not in schema:
-            raise _unknown(key, schema, path, origin)
+            raise _unknown(key, schema, path, origin, coming)
         kind = schema[key]
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
@@ -79,7 +86,7 @@ def check_keys(
         if not section and isinstance(value, dict):
             raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
         if dataclasses.is_dataclass(kind):
-            check_keys(value, fields_of(kind), origin_of, here)
+            check_keys(value, fields_of(kind), origin_of, here, getattr(kind, "coming", ()))
 
 
 def settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
@@ -161,15 +168,18 @@ def spell(value: Any) -> str:
     return text if len(text) <= 80 else f"<{_IS.get(type(value), 'a value')} of {len(text)} characters>"
 
 
-def _unknown(key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin) -> ConfigError:
+def _unknown(
+    key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin, coming: Collection[str]
+) -> ConfigError:
     where = ".".join(path) or "a configuration"
     home = [name for name, kind in schema.items() if dataclasses.is_dataclass(kind) and key in fields_of(kind)]
-    near = ["enabled"] if key == "on" and "enabled" in schema else difflib.get_close_matches(key, schema, n=1)
+    near = "enabled" if key == "on" and "enabled" in schema else find_nearest(key, schema)
     if home:
         do = f"write {'.'.join([*path, home[0], key])}"
     else:
-        do = f"write {near[0]}" if near else "write one of these, or delete the line"
-    return fault(".".join([*path, key]), origin, f"{where} has no key {key}; it has {', '.join(schema)}", do)
+        do = f"write {near}" if near else "write one of these, or delete the line"
+    yet = " in this version yet" if key in coming else ""
+    return fault(".".join([*path, key]), origin, f"{where} has no key {key}{yet}; it has {', '.join(schema)}", do)
 
 
 def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
@@ -230,9 +240,9 @@ def _instead(value: Any, kind: Any) -> str:
         unquoted = ", without quotes" if isinstance(value, str) and plain(value) == meant else ""
         return f"{meant if float in kinds else int(meant)}{unquoted}"
     words = _words(kind)
-    near = [each for each in words if word and each.startswith(word)] or difflib.get_close_matches(word, words, n=1)
+    near = next((each for each in words if word and each.startswith(word)), None) or find_nearest(word, words)
     if near:
-        return near[0]
+        return near
     if str in kinds and isinstance(value, (bool, int, float)):
         return f'"{spell(value)}", in quotes'
     return _describe(kind)

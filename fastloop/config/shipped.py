@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Literal, get_args
 
+from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.records.store import is_file
 
@@ -58,13 +58,20 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
     raise ConfigError(
         got=got,
-        why=f"no recipe, ladder, climb or rung has this name{chain}; there are {known}",
+        why=f"{_missing(text)}{chain}; there are {known}",
         do=_instead(text, folder, [name for kind in KINDS for name in names[kind]]),
     )
+
+
+def _missing(text: str) -> str:
+    from fastloop.ladder import Ladder  # here: only this message needs the rungs
+
+    later = f"this version has no rung {text} yet"
+    return later if text in Ladder.coming else "no recipe, ladder, climb or rung has this name"
 
 
 def _instead(text: str, folder: Path, names: list[str]) -> str:
     if is_file(folder / f"{text}.yaml"):
         return f"write {text}.yaml; a file needs its ending"
-    near = difflib.get_close_matches(text, names, n=1)
-    return f"write {near[0]}" if near else "write one of these names, or a path that ends in .yaml"
+    near = find_nearest(text, names)
+    return f"write {near}" if near else "write one of these names, or a path that ends in .yaml"

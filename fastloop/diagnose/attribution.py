@@ -125,6 +125,8 @@ class Attribution(StepParts):
     """What a busy GPU is busy with; None: unknown."""
     garbage_ms: float
     """Python's garbage collection, a part of ``host_other``."""
+    compile_ms: float
+    """Compiles that went on through the window, likewise; 0 where they came once."""
     pauses_ms: float
     """What single long steps add to the mean step, without `GAPS` and garbage collection."""
     sync_lines: tuple[Mapping[str, Any], ...]
@@ -150,6 +152,7 @@ def attribute(seen: Measurement) -> Attribution | None:
         device_ms=inside.busy if inside is not None and limits else None,
         gpu_use=classify_use(seen),
         garbage_ms=read_garbage_ms(seen),
+        compile_ms=to_number((seen.evidence.get("compilation") or {}).get("ms_per_step")) or 0.0,
         pauses_ms=_find_pauses(step),
         sync_lines=tuple(list_syncing_lines(seen)),
         free_data_pct=compute_gain_pct(seen, "resident") if gain is None else gain,

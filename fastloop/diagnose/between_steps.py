@@ -36,18 +36,22 @@ def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
 
 def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     """The end of an epoch: loaders restart, hooks run."""
-    advice = "make epochs longer, or do less in end-of-epoch hooks"
-    if workers := loader(step.measured).get("num_workers"):
+    advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", loader(step.measured), ""
+    if workers := found.get("num_workers"):
         advice = f"keep your loader's {workers} workers between epochs: persistent_workers=True"
-    return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice)
+        if (took_s := to_number(found.get("worker_restart_s"))) is not None:
+            times = found.get("worker_restarts")
+            beside = f"; workers were started anew {times} times, {took_s:.2g} s each until their first batch"
+    return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice, beside)
 
 
-def _spread(step: Attribution, rungs: Rungs, part: str, facts: str, advice: str) -> Finding | None:
+def _spread(step: Attribution, rungs: Rungs, part: str, facts: str, advice: str, beside: str = "") -> Finding | None:
     """The finding for a part that comes now and then."""
     cost = weigh(step, part, step.parts_ms.get(part))
     if cost is None:
         return None
-    return cost.explain(f"{facts} {cost.time}, spread over all steps", rungs.choose(step.measured, part, advice))
+    facts = f"{facts} {cost.time}, spread over all steps{beside}"
+    return cost.explain(facts, rungs.choose(step.measured, part, advice))
 
 
 # -- single pauses: what may be mostly a few long steps is not called a cost of each step ------------------------------

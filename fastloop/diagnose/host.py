@@ -89,7 +89,7 @@ def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:
     loop = step.parts_ms.get("host_other")
     if loop is None or step.step_ms >= TINY_STEP_MS:
         return None
-    loop = max(0.0, loop - step.garbage_ms)
+    loop = max(0.0, loop - step.garbage_ms - step.compile_ms)
     paid = [step.parts_ms.get(part, 0.0) for part in ("data_wait", "h2d", "callbacks_logging")]
     loop += sum(ms for ms in paid if ms < ORDINARY_MS)
     if (cost := weigh(step, "launch_bound", loop, worth_pct=TINY_PCT)) is None:
@@ -144,7 +144,7 @@ def _is_mostly(hooks: dict[str, float], names: tuple[str, ...]) -> bool:
 
 def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
     """A host that slept, read or waited inside the step, garbage collection, and the loop between its hooks."""
-    garbage, loop = step.garbage_ms, step.parts_ms.get("host_other", 0.0)
+    garbage, loop = step.garbage_ms, max(0.0, step.parts_ms.get("host_other", 0.0) - step.compile_ms)
     off = (step.inside.blocked if step.inside else None) or 0.0
     if step.measured.world_size > 1:
         loop = garbage  # the rest is Lightning asking all ranks after every batch, and so a wait for the slowest

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from fastloop.diagnose import between_steps, device, host, no_bottleneck, waits
+from fastloop.diagnose import between_steps, device, host, no_bottleneck, one_time, waits
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution, attribute
 from fastloop.diagnose.finding import bound_gain_pct
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records.card import Cards
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, Verdict
 
 Rule = Callable[[Attribution, Rungs], Finding | None]
 RULES: Mapping[str, Rule] = {
@@ -33,18 +33,25 @@ RULES: Mapping[str, Rule] = {
 """One per bottleneck. Where shares are equal, the earlier comes first."""
 
 
-def findings(seen: Measurement, cards: Cards, enabled: tuple[str, ...] = ()) -> tuple[Finding, ...]:
+def findings(
+    seen: Measurement, cards: Cards, enabled: tuple[str, ...] = (), verdicts: Sequence[Verdict] = ()
+) -> tuple[Finding, ...]:
     """Bottlenecks in order of their share of the step, each with its headline; `none` where there is nothing to name.
+
+    Before them stands what raises an alarm: compiles that go on, a rung with which the run is slower than without.
 
     Args:
         seen: the measurement; ``evidence["loader"]`` says how the data was loaded, ``evidence["model"]``, if there,
             what the user's own code does already (``compiled``, ``channels_last``, ``fused``, and its ``convs``).
         cards: all rungs' cards, as ``fastloop.ladder.cards`` gives them.
         enabled: rungs that are switched on, which no patch proposes again.
+        verdicts: whether they took, and what they did in a rehearsal.
     """
     step = attribute(seen)
     rungs = Rungs(cards=cards, enabled=enabled)
     found = [no_bottleneck.explain_no_step(seen)] if step is None else _apply_rules(step, rungs)
+    alarms = [*filter(None, (one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))]
+    found = [*alarms, *(each for each in found if not alarms or each.bottleneck != "none")]
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *seen.state))
     return tuple(found)
 

@@ -1,9 +1,14 @@
-"""How far behind a loader's queue is and how many of its workers live. Reads torch's own fields, each behind a test."""
+"""How far behind a loader's queue is and which of its workers live. Reads torch's own fields, each behind a test."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
+
+_DEATH_S = 2.0
+"""How long a connection may be seen to break before the process at its other end is seen to be dead."""
 
 
 def live_workers(iterator: Any) -> int | None:
@@ -39,6 +44,35 @@ def batches_ready(iterator: Any) -> int | None:
     if early is None or queued is None:
         return None if live_workers(iterator) else 0
     return early + queued
+
+
+def find_awaited_worker(iterator: Any) -> Any:
+    """The process that was asked for the batch that is due; None where it cannot be told."""
+    try:
+        return iterator._workers[iterator._task_info[iterator._rcvd_idx][0]]
+    except (AttributeError, KeyError, IndexError, TypeError):  # another torch
+        return None
+
+
+def find_death(iterator: Any, error: Exception) -> str | None:
+    """torch's own sentence about a worker that has died, where `error` is a connection that broke with it.
+
+    torch says so itself where its SIGCHLD handler, or its own look at the workers, comes first. Where the connection
+    breaks before, or the thread that pins breaks with it, a ConnectionResetError says nothing of a worker.
+    Source: torch/utils/data/dataloader.py, _try_get_data; torch/csrc/DataLoader.cpp, THPModule_errorIfAnyWorkerFails.
+    """
+    workers = getattr(iterator, "_workers", None)
+    pin_thread_ended = str(error) == "Pin memory thread exited unexpectedly"
+    if not workers or not (pin_thread_ended or isinstance(error, (OSError, EOFError))):
+        return None
+    end = time.monotonic() + _DEATH_S
+    while time.monotonic() < end:
+        for worker in workers:
+            if code := worker.exitcode:
+                how = f"is killed by signal: {signal.strsignal(-code)}. " if code < 0 else f"exited with code {code}. "
+                return f"DataLoader worker (pid {worker.pid}) {how}"
+        time.sleep(0.02)
+    return None
 
 
 def _read(count: Callable[[], int]) -> int | None:

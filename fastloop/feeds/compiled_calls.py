@@ -1,54 +1,203 @@
-"""Calls of a module that go through a compiled function in its place, and back to eager should that fail."""
+"""Calls of a module that go through a compiled function in its place, and back to eager where that does not serve."""
 
 from __future__ import annotations
 
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
+from torch.compiler import is_compiling
+
 from fastloop.evidence.model import dynamo_graphs
-from fastloop.feeds.short_batches import EagerWhenShort
+from fastloop.feeds import call_shapes
+from fastloop.feeds.call_shapes import Budget, Sizes
 
 
 class CompiledCall:
-    """A module's calls by way of a compiled function, and back to eager for good should the backend fail. A plain
-    function around ``_call_impl``, since ``module.compile()`` captures nothing for torch's own nn.Sequential.
+    """A module's calls by way of a compiled function: a plain one around ``_call_impl``, since ``module.compile()``
+    captures nothing for torch's own nn.Sequential.
+
+    At most two graphs are made in training, and two in evaluation. Dimensions that were seen to vary are dynamic from
+    the first one on. A call that no graph serves runs eagerly; where that becomes the rule, all do from there. A call
+    whose compiled form fails is repeated eagerly, and compiled no more.
 
     Args:
         codes: code objects by class and shapes of a module; filled here, one dictionary for all modules of a fit.
+        dynamic: None: what is seen to vary; True: every dimension; False: none.
+        is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
 
     Attributes:
-        graphs: that Dynamo captured in these calls.
+        graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
         failure: why it fell back to eager; empty: it did not.
+        budgets: by training (True) and evaluation, which have graphs and sizes of their own.
     """
 
-    def __init__(self, module: Any, name: str, codes: dict[Any, CodeType], *, mode: str, dynamic: bool | None) -> None:
-        import torch
-
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        codes: dict[Any, CodeType],
+        *,
+        mode: str,
+        dynamic: bool | None,
+        is_tried: Callable[[], bool] = lambda: False,
+    ) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_compiling():  # no graph holds this line: reached, it says that none fitted
+                self._missed = True
             return module._call_impl(*args, **kwargs)
 
         self.module, self.name = module, name or type(module).__name__
+        self.dynamic, self.is_tried = dynamic, is_tried
         self.graphs, self.failure = 0, ""
+        self.budgets = {True: Budget(), False: Budget()}
+        self._missed = False
+        self._varying: dict[str, list[int]] = {}
+        self._buffers = list(module.buffers())
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
         # object, and with it their graphs; all others, and every later fit, get one of their own.
         alike = (type(module), *(parameter.shape for parameter in module.parameters()))
         call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
-        compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
-        self.compiled = EagerWhenShort(module, compiled)
+        self.compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
+
+    @property
+    def spent(self) -> list[str]:
+        """Why calls in training, and in evaluation, all run eagerly by now; empty while graphs serve them."""
+        return [f"{self.name}{when}: {self.budgets[key].spent}" for key, when in _WHEN if self.budgets[key].spent]
+
+    def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Learn from a call that the module ran itself, before anything is compiled."""
+        self._note(_read_sizes(call_shapes.find_tensors(args, kwargs)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
-
-        captured = dynamo_graphs.count_captured()
-        try:
-            return self.compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            message = " ".join(str(error).strip().split("\n\n")[0].split())  # hints come after a blank line
-            self.failure = f"{self.name}: {type(error).__name__}: {message[:200]}"
-            vars(self.module).pop("_compiled_call_impl", None)
+        budget = self.budgets[self.module.training]
+        if is_compiling() or budget.spent:
             return self.module._call_impl(*args, **kwargs)
+        tensors = call_shapes.find_tensors(args, kwargs)
+        sizes = _read_sizes(tensors)
+        is_new = not budget.fits(sizes)
+        # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
+        is_again = torch._C._current_graph_task_id() >= 0
+        if is_new and is_again:
+            return self.module._call_impl(*args, **kwargs)
+        if is_new:
+            self._note(sizes)
+            if not budget.deserves():
+                budget.count(captured=False, eager=True)
+                return self.module._call_impl(*args, **kwargs)
+            budget.expect(sizes, self._varying)
+            self._buffers = list(self.module.buffers())
+        held = _Held(tensors.values(), self._buffers, keep=is_new)
+        try:
+            return self._run(budget, tensors, is_new, args, kwargs)
+        except Exception as error:
+            if is_again or self.is_tried() or not held.restore():
+                raise
+            failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"
+        # Outside of the handler, which keeps the tensors of the failed call.
+        result = self.module._call_impl(*args, **kwargs)
+        self.failure = failure
+        vars(self.module).pop("_compiled_call_impl", None)
+        return result
+
+    def _run(
+        self, budget: Budget, tensors: dict[str, Any], is_new: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        captured, self._missed = dynamo_graphs.count_captured(), False
+        stance: Any = contextlib.nullcontext()
+        if budget.exhausted:
+            stance = torch.compiler.set_stance("eager_on_recompile")
+        elif is_new:
+            stance = _backward_at_once()
+        if not budget.exhausted:
+            for way in self._varying.keys() & tensors.keys():
+                torch._dynamo.maybe_mark_dynamic(tensors[way], self._varying[way])
+        try:
+            with stance:
+                return self.compiled(*args, **kwargs)
         finally:
-            self.graphs += dynamo_graphs.count_captured() - captured
+            captured = dynamo_graphs.count_captured() - captured
+            self.graphs += captured
+            budget.count(captured=captured > 0, eager=self._missed)
+
+    def _note(self, sizes: Sizes) -> None:
+        """Learn which dimensions a graph is told to vary. Lengths that vary in training do so in evaluation."""
+        self.budgets[self.module.training].seen.note(sizes)
+        if self.dynamic:
+            self._varying |= {way: list(range(len(shape))) for way, shape in sizes.items()}
+        elif self.dynamic is None:
+            self._varying = call_shapes.merge(*(budget.seen.varying for budget in self.budgets.values()))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
+
+
+def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
+    """Evidence of all modules: graphs, failures, and the calls that ran eagerly where most did."""
+    most = max((budget for call in calls for budget in call.budgets.values()), key=lambda budget: budget.eager)
+    return {
+        "graphs": sum(call.graphs for call in calls),
+        "failures": [call.failure for call in calls if call.failure],
+        "eager_calls": most.eager,
+        "of_calls": most.calls,
+        "spent": [line for call in calls for line in call.spent],
+    }
+
+
+_VERSION = operator.attrgetter("_version")
+_WHEN = ((True, ""), (False, " in evaluation"))
+
+
+class _Held:
+    """What a call may change in place, so that a failed one is repeated on what it was given.
+
+    Args:
+        keep: copy the buffers, as is worth it where a compile may fail: compiled code counts them as changed before it
+            runs.
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor], buffers: list[torch.Tensor], *, keep: bool) -> None:
+        self._inputs, self._buffers = list(inputs), buffers
+        self._changes = _count_changes(self._inputs), _count_changes(buffers)
+        self._kept = [buffer.detach().clone() for buffer in buffers] if keep else []
+
+    def restore(self) -> bool:
+        """Bring buffers back where they were kept; whether all is as it was."""
+        inputs, buffers = self._changes
+        if _count_changes(self._inputs) != inputs:
+            return False
+        if _count_changes(self._buffers) == buffers:
+            return True
+        with torch.no_grad():
+            for buffer, kept in zip(self._buffers, self._kept, strict=False):
+                buffer.copy_(kept)
+        return bool(self._kept)
+
+
+def _count_changes(tensors: Iterable[torch.Tensor]) -> int:
+    """How often they were changed in place, which only grows; -1 where one is of inference mode and does not count."""
+    try:
+        return sum(map(_VERSION, tensors))
+    except RuntimeError:
+        return -1
+
+
+def _read_sizes(tensors: Mapping[str, torch.Tensor]) -> Sizes:
+    return {way: tensor.shape for way, tensor in tensors.items()}
+
+
+def _backward_at_once() -> Any:
+    """Compile the backward together with the forward: where it fails then, the call can still be repeated."""
+    from torch._functorch import config
+
+    if not hasattr(config, "force_non_lazy_backward_lowering"):  # not in every torch
+        return contextlib.nullcontext()
+    return config.patch(force_non_lazy_backward_lowering=True)
+
+
+def _first_paragraph(message: str) -> str:
+    """On one line, without the hints that come after a blank line."""
+    return " ".join(message.strip().split("\n\n")[0].split())[:200]

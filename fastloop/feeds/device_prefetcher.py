@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastloop.evidence import loader_queue
 from fastloop.feeds.batch_tree import is_container, rebuild, tensors
 from fastloop.feeds.lazy_loader import LazyLoader
 
@@ -27,15 +28,15 @@ class DeviceFeed(LazyLoader):
         depth: batches kept on the device ahead of the one handed out.
         device: where batches go. On the CPU the feed only looks ahead (for tests).
         stage: moves one batch to the device, running the user's transfer hooks; called on the side stream.
-        keeps_iterator: see LazyLoader.
+        start: how the loader is started, see LazyLoader.
     """
 
     _OWN = LazyLoader._OWN | {"depth", "device", "stage", "retired", "stream", "seen"}
 
     def __init__(
-        self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], keeps_iterator: bool = False
+        self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], **start: Any
     ) -> None:
-        super().__init__(inner, keeps_iterator=keeps_iterator)
+        super().__init__(inner, **start)
         self.depth, self.device, self.stage = depth, device, stage
         self.retired = False
         """Hands batches through as they are, from its next start on."""
@@ -63,7 +64,8 @@ class DeviceFeed(LazyLoader):
                     exhausted = True
                     break
                 except Exception as error:
-                    exhausted, failed = True, error  # the batches before it are used first, as without a feed
+                    # The batches before it are used first, as without a feed.
+                    exhausted, failed = True, self._name_death(error)
                     break
                 self._note_fetched()
                 ready.append(self._copy(batch, call))
@@ -72,6 +74,11 @@ class DeviceFeed(LazyLoader):
                     raise failed
                 return
             yield self._hand_out(ready.popleft(), call)
+
+    def _name_death(self, error: Exception) -> Exception:
+        """What the loader raised; where that is a connection that broke, the death of the worker at its end."""
+        sentence = None if self.live is None else loader_queue.find_death(self.live(), error)
+        return error if sentence is None else RuntimeError(sentence)
 
     def _note_fetched(self) -> None:
         """Called after each batch taken from the loader."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -80,6 +80,9 @@ def bound_batches(loader: Any) -> Any:
     return Bounded(batch_sampler) if needed else None
 
 
+Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
+
+
 class LazyLoader(StandIn):
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
@@ -90,12 +93,13 @@ class LazyLoader(StandIn):
     Args:
         inner: the loader to stand in for.
         keeps_iterator: the user's own loader keeps its workers; it draws a seed for its first epoch only.
+        epochs: gives an epoch's batches, of a loader and what starts its iterator; None where that alone gives them.
     """
 
-    _OWN = frozenset({"inner", "keeps_iterator", "live", "_drawn"})
+    _OWN = frozenset({"inner", "keeps_iterator", "epochs", "live", "_drawn"})
 
-    def __init__(self, inner: Any, *, keeps_iterator: bool = False) -> None:
-        self.inner, self.keeps_iterator = inner, keeps_iterator
+    def __init__(self, inner: Any, *, keeps_iterator: bool = False, epochs: Epochs | None = None) -> None:
+        self.inner, self.keeps_iterator, self.epochs = inner, keeps_iterator, epochs
         self._drawn: torch.Tensor | None = None
         self.live: weakref.ref[Any] | None = None
 
@@ -104,6 +108,11 @@ class LazyLoader(StandIn):
             object.__setattr__(self, name, value)
         else:
             setattr(self.inner, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The kind of loader it stands in for: so ``isinstance(trainer.train_dataloader, DataLoader)`` stays true."""
+        return type(self.inner) if isinstance(self.inner, DataLoader) else type(self)
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn = self._draw_seed()
@@ -128,6 +137,11 @@ class LazyLoader(StandIn):
         return state
 
     def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        if self.epochs is not None:
+            return self.epochs(self.inner, lambda: self._begin(drawn))
+        return self._begin(drawn)
+
+    def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         self._drawn = None
         with _generator_at(self.inner, drawn):
             iterator: Iterator[Any] = iter(self.inner)

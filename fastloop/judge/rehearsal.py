@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from fastloop.judge.parity import TAU
 from fastloop.records.plan import Rehearsed
@@ -96,3 +97,48 @@ def is_slower(seen: Rehearsed, than_ms: float | None) -> bool:
     if seen.changed_ms is None or than_ms is None:
         return False
     return seen.changed_ms > SLOWER * than_ms + SLOWER_MS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one rung."""
+
+    rung: str
+    fault: str | None = None
+    """Why it is taken away again; None: it stays."""
+    is_lasting: bool = True
+    """The next run would meet the fault again."""
+    on_modules: bool = False
+    """Played with the modules, so that its times stand in a row with those of other such rungs."""
+    is_costly: bool = False
+    """Its first call has a one-time cost."""
+    rehearsed: Rehearsed | None = None
+    pays_back_after_steps: float | None = None
+
+
+def find_last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
+    """What the modules take with all that was kept so far."""
+    kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]
+    return next((each for each in reversed(kept) if each is not None), base_ms)
+
+
+def drop_slow(outcomes: Sequence[Outcome], base_ms: float, by_ladder: Collection[str]) -> list[Outcome]:
+    """The outcomes, with a fault for each rung of a shipped ladder that makes what was played slower.
+
+    Of a stack that ends with a compile nothing is dropped: rungs may only pay together, and each change compiles anew.
+    """
+    judged = list(outcomes)
+    for place in reversed(range(len(judged))):
+        outcome = judged[place]
+        if outcome.fault is not None or outcome.rehearsed is None:
+            continue
+        without_ms = outcome.rehearsed.eager_ms
+        if outcome.on_modules:
+            without_ms = min(find_last_ms(judged[:place], base_ms), base_ms)
+        if not is_slower(outcome.rehearsed, without_ms):
+            if outcome.is_costly:
+                break
+        elif outcome.rung in by_ladder:
+            times = f"{outcome.rehearsed.changed_ms:.3g} ms, {without_ms:.3g} ms without it"
+            judged[place] = replace(outcome, fault=f"slower on the calls of the first step: {times}", is_lasting=False)
+    return judged

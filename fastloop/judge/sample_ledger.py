@@ -51,6 +51,10 @@ def ledger_gate(
         if first < math.inf and [row.digest for row in base.steps] != [row.digest for row in arm.steps]:
             later[describe_later(base, arm)] = None
         unknown = _unknown(base, arm, bool(later)) or unknown
+    for side, ledger in (each for pair in pairs for each in zip(("base", "arm"), pair, strict=True)):
+        if ledger.partial:  # not "not testable": a run that comes to its end can tell
+            why = f"rank {ledger.rank or 0} of the {side} did not come to the end of its training"
+            return Gate(name="ledger", passed=None, why=why)
     if not steps:
         unknown = "no optimizer step was recorded"
     if unknown is not None:

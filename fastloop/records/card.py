@@ -159,7 +159,8 @@ class Card:
     owns_trainer_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of YAML's `trainer` section that must not be written where it is enabled, each with its own field for it."""
     explains: Mapping[str, str] = field(default_factory=dict)
-    """Parts of the texts of exceptions that come of it, each with a line that says what the exception does not."""
+    """Parts of the texts of exceptions that come of it, or of the files they passed through, each with a line that says
+    what the exception does not."""
 
     def list_variants(self, state: ClimbState) -> tuple[Variant, ...]:
         """What a climb may try of it at this point."""

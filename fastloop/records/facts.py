@@ -34,10 +34,16 @@ class LoaderFacts:
     """Places in the dataset that draw random numbers, as far as reading its code shows."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
+    sampler_hazards: tuple[str, ...] = ()
+    """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    may_change: tuple[str, ...] = ()
+    """What may change the dataset between epochs, as far as code shows; empty: nothing does."""
+    own_iterator: bool = False
+    """Its class makes iterators of its own, whose batches pass through code of the class."""
     unpicklable: str | None = None
     """Attribute path of what cannot travel to a spawned worker."""
     sample_bytes: int | None = None
-    """Bytes of one sample, where a dry run looked at one."""
+    """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,9 @@ class Facts:
     val_every_n_epochs: int | None = 1
     """``check_val_every_n_epoch``; None: ``val_check_interval`` counts batches across epochs."""
     limit_train_batches: int | float | None = 1.0
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    """Both None where the Trainer has no such limit."""
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""

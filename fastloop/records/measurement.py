@@ -22,6 +22,10 @@ PARTS = (
 )
 GAPS = ("validation", "checkpoint", "epoch_gap")
 """Parts that do not come with every step."""
+COMPILE, VALIDATION_COMPILE, AUTOTUNE = "compile", "validation_compile", "autotune"
+WORKERS, REHEARSAL, CACHE_FILL = "workers", "rehearsal", "cache_fill"
+ONE_TIME = (COMPILE, VALIDATION_COMPILE, AUTOTUNE, WORKERS, REHEARSAL, CACHE_FILL)
+"""Causes of costs that come once in a fit, in the order in which reports name them."""
 STEP_TIMES = ("mean", "median", "p10", "p90")
 GPU_READINGS = (
     "nvml_busy_pct",
@@ -58,6 +62,7 @@ class Measurement:
     """All ranks together."""
     step_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(STEP_TIMES))
     wall_ms: float | None = None
+    """Length of the window, without one-time costs."""
     lead_ms: float | None = None
     """Work the device still had when the host got its batch (median); None on the CPU, where both are one clock."""
     trail_ms: float | None = None
@@ -117,8 +122,8 @@ class Measurement:
     """What about the machine makes these figures depend on the hour: throttling, other processes on the GPU."""
     watch_us_per_step: float | None = None
     one_time_s: Mapping[str, float | None] = field(default_factory=dict)
-    """Seconds of this fit that no later step pays again, by cause: ``compile``, ``validation_compile``, ``workers``,
-    ``rehearsal``, …; in none of ``parts_ms``."""
+    """Seconds of the whole fit, warm-up included, that no later step pays again, by cause: `ONE_TIME`. In none of the
+    figures of the step, but where they came again and again, see ``evidence["compilation"]``."""
     world_size: int = 1
     total_steps: int | None = 0
     """Optimizer steps of the whole fit, warm-up included; None where nobody watched."""

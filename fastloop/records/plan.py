@@ -199,3 +199,5 @@ class Finding:
     """Further lines: the evidence behind the reason, and what makes the figures doubtful."""
     title: str = ""
     """Headline in capitals, filled by ``diagnose``."""
+    alarm: str = ""
+    """What the first line of a summary says beside the headline: figures that must not be overlooked."""

@@ -6,18 +6,30 @@ parents do not matter: ``keys.count`` is a count.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
+
+Nested = TypeVar("Nested")
 
 MASK = "***"
 SHORTEST = 4
 """Characters a secret needs before its value is looked for in other text; shorter ones would hide ordinary words."""
 
+ORDINARY = ("true", "false", "null", "none", "auto", "default")
+"""What settings say that are no secrets, although their keys sound like it: ``use_token=true``."""
+SHORTEST_VARIABLE = 8
+"""The same for variables, of which many only sound like secrets: ``TOKENIZERS_PARALLELISM=false``."""
+
 _WORDS = re.compile("token|key|secret|password", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"""([\w.-]+)["']?\s*[=:]\s*""")
 """``key=``, ``key:`` or ``"key":`` inside one argument."""
+_FIRST = re.compile(r"""["']?([^"',}\]]+)""")
+"""The value right behind it, where more follows in the same argument."""
 
 
 def is_secret(key: object) -> bool:
@@ -43,8 +55,9 @@ class Scrubber:
         found: set[str] = set()
         for each in nested:
             _walk(each, on_secret=lambda value: found.update(_texts(value)), on_text=str)
+        found |= {part[1].strip() for text in found if (part := _FIRST.match(text))}
         # The longest first: where one secret begins with another, nothing of the longer may stay behind.
-        self._secrets = sorted((text for text in found if len(text) >= SHORTEST), key=len, reverse=True)
+        self._secrets = sorted(filter(_is_hunted, found), key=len, reverse=True)
 
     def text(self, text: str) -> str:
         """The text without any known secret."""
@@ -55,6 +68,33 @@ class Scrubber:
     def scrub(self, nested: Any) -> Any:
         """A copy of nested values without secrets, by key and by value."""
         return _walk(nested, on_secret=lambda _: MASK, on_text=self.text)
+
+    def clean(self, nested: Nested) -> Nested:
+        """A copy of records, mappings and lists without secrets, by value only: their keys are ours."""
+        return _clean(nested, self.text) if self._secrets else nested
+
+
+def make_scrubber(*nested: Any) -> Scrubber:
+    """One that knows, beside the secrets in nested values, those in this process's arguments and variables."""
+    variables = {name: value for name, value in os.environ.items() if len(value) >= SHORTEST_VARIABLE}
+    return Scrubber(*nested, sys.argv, variables)
+
+
+def _is_hunted(text: str) -> bool:
+    return len(text) >= SHORTEST and text.lower() not in ORDINARY
+
+
+def _clean(nested: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(nested, str):
+        return change(nested)
+    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        fields = (field.name for field in dataclasses.fields(nested))
+        return dataclasses.replace(nested, **{name: _clean(getattr(nested, name), change) for name in fields})
+    if isinstance(nested, Mapping):
+        return {key: _clean(value, change) for key, value in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        return type(nested)(_clean(item, change) for item in nested)
+    return nested
 
 
 def _walk(nested: Any, *, on_secret: Callable[[Any], Any], on_text: Callable[[str], str]) -> Any:

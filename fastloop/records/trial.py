@@ -201,6 +201,11 @@ class Ledger:
     """Samples that it has."""
     own_order: bool | None = None
     """The order of the loader has random numbers of its own."""
+    optimizer_steps: int | None = None
+    partial: bool = False
+    """The fit of this rank did not come to its end."""
+    ended_by: str | None = None
+    """The class of the exception that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Compile the model's inner modules with Inductor, in place.
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
-Costs           seconds to minutes at the first step and for each new shape; an epoch's short last batch runs eagerly.
-Don't use when  the run is too short to pay back the compile time, or shapes change at every step.
+Costs           seconds to minutes at the first step, and once more for sizes that vary; what neither graph fits, such
+                as an epoch's short last batch, runs eagerly.
+Don't use when  the run is too short to pay back the compile time, or other things than sizes change at every step.
 Evidence        graphs Dynamo captured since the rung was applied, with recompiles and graph breaks by cause
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence.model import dynamo_graphs
-from fastloop.feeds.compiled_calls import CompiledCall
+from fastloop.feeds.compiled_calls import CompiledCall, sum_up
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -59,6 +60,10 @@ CARD = Card(
     variants=_variants,
     first_start_s=60.0,
     plan_shows_refusal=True,
+    explains={
+        "torch/_functorch/_aot_autograd/": "code that rungs.compile made failed where no eager call can take its place"
+        " (in the backward, or after it changed something in place): write rungs.compile.enabled: false"
+    },
 )
 """What other files know of this rung."""
 
@@ -69,8 +74,8 @@ class Compile:
 
     enabled: bool = False
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    dynamic: bool | None = None
-    """Compile for changing shapes: null = only after a shape changed once."""
+    dynamic: Literal["auto"] | bool | None = "auto"
+    """Compile for changing sizes: auto (or null) = the dimensions that were seen to vary, true = all, false = none."""
 
     pay_back: PayBack = "auto"
     """required: compile only where the rest of the run can save the time that it takes; auto = required where a
@@ -104,10 +109,12 @@ class Compile:
     def _compile(self, site: Site) -> Applied:
         before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
         modules = {name: site.module.get_submodule(name) for name in site.facts.compile_targets}
-        calls = [
-            CompiledCall(module, name, codes, mode=self.mode, dynamic=self.dynamic) for name, module in modules.items()
-        ]
-        for call in calls:
+        dynamic = None if self.dynamic == "auto" else self.dynamic
+        how: Any = {"mode": self.mode, "dynamic": dynamic, "is_tried": lambda: bool(site.recorded)}
+        calls = [CompiledCall(module, name, codes, **how) for name, module in modules.items()]
+        for name, call in zip(modules, calls, strict=True):
+            for args, kwargs in site.recorded.get(name, ()):
+                call.note_shapes(args, kwargs)
             call.module._compiled_call_impl = call
 
         def undo() -> None:
@@ -115,13 +122,7 @@ class Compile:
                 vars(call.module).pop("_compiled_call_impl", None)
 
         def probe() -> Mapping[str, Any]:
-            failures = [call.failure for call in calls if call.failure]
-            return {
-                **dynamo_graphs.count_since(before),
-                "graphs": sum(call.graphs for call in calls),
-                "failures": failures,
-                "eager_calls": max(call.compiled.eager for call in calls),
-            }
+            return {**dynamo_graphs.count_since(before), **sum_up(calls)}
 
         return Applied(undo=undo, probe=probe)
 
@@ -136,7 +137,10 @@ class Compile:
         why = [f"{count} graphs captured" if count else "0 graphs captured: nothing was compiled"]
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
-        why += [f"{eager} short batches ran eager"] if (eager := evidence.get("eager_calls")) else []
+        if eager := evidence.get("eager_calls"):
+            why.append(f"{eager} of {evidence['of_calls']} calls ran eager: no graph fitted them")
+        why += [f"{spent}: eager from there" for spent in evidence.get("spent", ())]
         if evidence["limit_hit"]:
             why.append("recompile limit hit: running eager from there")
-        return Verdict(took=count > 0 and not evidence["limit_hit"], why="; ".join(why))
+        ended = evidence["limit_hit"] or evidence.get("spent")
+        return Verdict(took=count > 0 and not ended, why="; ".join(why))

@@ -53,6 +53,9 @@ class Prefetch:
             raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("feed.depth",))
+        if facts.loader.sampler_hazards and not facts.loader.num_workers:
+            why = "; ".join(facts.loader.sampler_hazards)
+            raise NotApplicable(f"batches ahead of the training ask the sampler too early: {why}")
         notes = []
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
             notes.append(

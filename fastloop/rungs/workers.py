@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
+from fastloop.evidence.worker_limits import count_epoch_batches, find_obstacle, fit_in_shm
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -23,6 +24,10 @@ from fastloop.records.readings import is_worth_handing_over, loader
 MOST = 8
 """`auto` stops here: more workers seldom pay and slow the launching thread down."""
 LITTLE_SHM_BYTES = 2**30
+SHORT_EPOCH, LONG_EPOCH = 100, 1000
+"""Batches of an epoch. Starting a worker takes 0.02 to 0.3 s: in shorter epochs than the first that is not earned back,
+in longer ones than the second it is no longer felt."""
+RELOADS = "the Trainer reloads its loaders, and the old workers would stay"
 KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
 
@@ -32,7 +37,7 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
     if own is None:
         yield Variant(changes="loader", tune=True)
         return
-    if state.gaps_count and not own.get("persistent"):
+    if state.gaps_count and own.get("persistent") is not True:
         yield Variant(name="persistent", settings=({"persistent": True},), changes="gap")
     if state.recount:
         yield Variant(name="count", settings=(), changes="loader", tune=True, repeats=True)
@@ -70,8 +75,9 @@ class Workers:
     less one, at most 8."""
     prefetch_factor: int = 2
     """Batches each worker keeps ready."""
-    persistent: bool = False
-    """Keep the workers between epochs. They then never see what callbacks change in the dataset after epoch 0."""
+    persistent: bool | Literal["auto"] = "auto"
+    """Keep the workers between epochs; they then never see what changes in the dataset after epoch 0. auto = where
+    epochs have fewer than 1,000 batches and nothing is seen to change the dataset."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     """How workers start; auto = as the loader or the platform has it."""
 
@@ -86,69 +92,66 @@ class Workers:
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
-        self._refuse(loader, facts)
-        count = auto_count(facts) if self.count == "auto" else self.count
+        if (obstacle := find_obstacle(loader, facts, self.start_method)) is not None:
+            raise NotApplicable(obstacle)
+        count, ahead = self._count(loader, facts)
         notes = []
         if count * facts.local_ranks > facts.cpu_count:
             notes.append(
                 f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs:"
                 " they compete for CPUs and may slow training down"
             )
-        if facts.shm_free_bytes is not None and facts.shm_free_bytes < LITTLE_SHM_BYTES:
-            notes.append(
-                f"/dev/shm has room for {facts.shm_free_bytes >> 20} MiB only, and {count} workers keep up to"
-                f" {count * self.prefetch_factor} batches there: if one dies, give the container --shm-size=8g"
-            )
-        persistent = self.persistent and not facts.reload_every_n_epochs
-        if persistent != self.persistent:
-            notes.append("persistent workers are off: the Trainer reloads its loaders, and the old workers would stay")
+        if (room := facts.shm_free_bytes) is not None and room < LITTLE_SHM_BYTES:
+            do = "fewer workers load where their batches do not fit; give the container --shm-size=8g"
+            notes.append(f"/dev/shm has room for {room >> 20} MiB only: {do}")
+        wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
+        wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         parity: Parity = "approximate" if loader.draws_random else "exact"
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
-        wants: dict[str, Any] = {
-            "loader.num_workers": count,
-            "loader.prefetch_factor": self.prefetch_factor,
-            "loader.persistent_workers": persistent,
-        }
         if self.start_method != "auto":
             wants["loader.multiprocessing_context"] = self.start_method
         return Change(wants=wants, parity=parity, notes=tuple(notes))
 
-    def _refuse(self, loader: LoaderFacts, facts: Facts) -> None:
-        if not loader.is_dataloader:
-            raise NotApplicable(f"{loader.kind} is not a DataLoader: it has no workers to set")
-        if loader.num_workers:
-            raise NotApplicable(f"the loader already has {loader.num_workers} workers; your number stands")
-        if not loader.map_style:
+    def _count(self, loader: LoaderFacts, facts: Facts) -> tuple[int, int]:
+        """Workers, and batches ahead of each: as many as wanted, or as fit into shared memory where that is known."""
+        count, room = auto_count(facts) if self.count == "auto" else self.count, facts.shm_free_bytes
+        if room is None or loader.sample_bytes is None or loader.batch_size is None:
+            return count, self.prefetch_factor
+        size = loader.sample_bytes * loader.batch_size
+        fitting = fit_in_shm(count, self.prefetch_factor, size, room // facts.local_ranks)
+        if fitting is None:
             raise NotApplicable(
-                "an iterable dataset would be read whole by every worker and so be duplicated;"
-                " shard it by torch.utils.data.get_worker_info and set num_workers"
+                f"a batch takes {size / 2**20:.1f} MiB, and /dev/shm has room for {room / 2**20:.0f} MiB, which is too"
+                " little for the batches of one worker; give the container --shm-size=8g"
             )
-        if loader.stateful:
+        return fitting
+
+    def _keep(self, loader: LoaderFacts, facts: Facts, notes: list[str]) -> bool:
+        """Whether the workers stay between epochs; says why not where they were to."""
+        if self.persistent is True and facts.reload_every_n_epochs:
+            notes.append(f"persistent workers are off: {RELOADS}")
+        if self.persistent != "auto":
+            return self.persistent and not facts.reload_every_n_epochs
+        batches = count_epoch_batches(loader, facts)
+        if batches is None or batches >= LONG_EPOCH:
+            return False
+        why_not = RELOADS if facts.reload_every_n_epochs else next(iter(loader.may_change), None)
+        if why_not is not None and batches < SHORT_EPOCH and self.count == "auto":
             raise NotApplicable(
-                f"{loader.kind} shuffles differently with workers, and its saved position is bound"
-                " to their number; set num_workers yourself before the run starts"
+                f"epochs of {batches} batches are too short to pay for starting workers in each, and they cannot be"
+                f" kept between them: {why_not}; where that is no matter, write workers.persistent: true"
             )
-        if facts.no_sockets_in is not None:
-            raise NotApplicable(
-                "workers send their batches through sockets, and no socket's path may be as long as"
-                f" those below {facts.no_sockets_in}; set TMPDIR to a shorter directory"
-            )
-        if loader.worker_hazards:
-            raise NotApplicable(f"the dataset cannot go to workers: {'; '.join(loader.worker_hazards)}")
-        method = loader.start_method if self.start_method == "auto" else self.start_method
-        if method != "fork" and loader.unpicklable:
-            raise NotApplicable(
-                f"workers start by {method} here, and {loader.unpicklable} cannot be pickled;"
-                " make it a module-level function or class"
-            )
+        return why_not is None
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when living worker processes stood behind the loader of the timed window."""
-        count = seen.evidence.get("workers", {}).get("live_workers")
+        found = seen.evidence.get("workers", {})
+        count, fewer = found.get("live_workers"), found.get("fewer")
         if count is None:
             return Verdict(took=None, why="the loader's iterator could not be inspected")
-        return Verdict(took=count > 0, why=f"{count} live worker process{'' if count == 1 else 'es'} fed the window")
+        why = f"{count} live worker process{'' if count == 1 else 'es'} fed the window"
+        return Verdict(took=count > 0, why=f"{why}; {fewer}" if fewer else why)
 
 
 def auto_count(facts: Facts) -> int:

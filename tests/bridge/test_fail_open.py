@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.fail_open import disabled, fail_open
 from fastloop.errors import ConfigError, FastLoopError
@@ -64,3 +71,82 @@ def test_the_switch(value: str | None, off: bool, monkeypatch: pytest.MonkeyPatc
     if value is not None:
         monkeypatch.setenv("FASTLOOP_DISABLE", value)
     assert disabled() == off
+
+
+# -- what is raised inside our hooks, but not by them ------------------------------------------------------------------
+
+
+class Busy(Owner):
+    """A hook that runs for as long as it takes for a signal to come."""
+
+    @fail_open
+    def hook(self, send: Callable[[], None]) -> None:  # type: ignore[override]
+        send()
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+
+class Covers(Busy):
+    """One whose cleaning up fails where the signal came."""
+
+    def _wait(self) -> None:
+        try:
+            super()._wait()
+        finally:
+            raise KeyError("ours, on the way out")
+
+
+class Own(Exception):
+    """What a handler of the user's raises."""
+
+
+def raise_own(number: int, frame: Any) -> None:
+    raise Own("time is up")
+
+
+class Handler:
+    def handle(self, *_: Any) -> None:
+        raise_own(*_)
+
+
+@pytest.mark.parametrize("kind", [Busy, Covers])
+@pytest.mark.parametrize("handler", [raise_own, Handler().handle, lambda *given: raise_own(*given)])
+@pytest.mark.timeout(30)
+def test_what_a_handler_of_the_users_raises_in_our_hook_is_theirs(handler: Any, kind: type[Busy]) -> None:
+    owner, before = kind(), signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Own, match="time is up"):
+            owner.hook(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert owner.why == []
+
+
+@pytest.mark.timeout(60)
+def test_the_death_of_a_worker_in_our_hook_is_torchs_to_tell() -> None:
+    """Its handler for SIGCHLD raises wherever the main thread is, and once only."""
+    owner, iterator = Busy(), iter(DataLoader(TensorDataset(torch.arange(99)), num_workers=1))
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid \d+\) is killed by signal: Killed"):
+        owner.hook(lambda: os.kill(iterator._workers[0].pid, signal.SIGKILL))
+    assert owner.why == []
+
+
+def test_an_error_of_ours_with_a_frame_in_hand_stays_ours() -> None:
+    """The control: a frame among the arguments makes no handler."""
+
+    class Looks(Owner):
+        @fail_open
+        def hook(self) -> None:  # type: ignore[override]
+            self.look_at(sys._getframe())
+
+        def look_at(self, frame: Any) -> None:
+            raise ValueError("broken")
+
+    owner = Looks()
+    owner.hook()
+    assert owner.why == ["hook: ValueError: broken"]

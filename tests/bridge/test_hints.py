@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from fastloop.bridge.fail_open import hint
+from fastloop.ladder import cards
 
 DDP = (
     "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that"
@@ -32,13 +35,13 @@ def module() -> torch.nn.Module:
     ],
 )
 def test_unused_parameters_get_their_names(indices: str, names: str) -> None:  # R1
-    assert hint(RuntimeError(DDP.format(indices)), module()) == f"parameters without a gradient: {names}"
+    assert hint(RuntimeError(DDP.format(indices)), module(), ()) == f"parameters without a gradient: {names}"
 
 
 def test_ignored_parameters_are_not_counted() -> None:
     made = module()
     made._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
-    assert hint(RuntimeError(DDP.format("0")), made) == "parameters without a gradient: 1.weight"
+    assert hint(RuntimeError(DDP.format("0")), made, ()) == "parameters without a gradient: 1.weight"
 
 
 @pytest.mark.parametrize(
@@ -51,12 +54,38 @@ def test_ignored_parameters_are_not_counted() -> None:
     ],
 )
 def test_nothing_to_add(text: str, model: Any) -> None:
-    assert hint(RuntimeError(text), model) is None
+    assert hint(RuntimeError(text), model, list(cards())) is None
 
 
 def test_detached_gradients_name_the_setting() -> None:  # R2
     gradients = torch.zeros(4)[:2].requires_grad_().chunk(2)
     with pytest.raises(RuntimeError) as error:
         gradients[0].detach_()  # torch's own words, in this version
-    line = hint(error.value, module())
+    line = hint(error.value, module(), ["amp", "overlap"])
     assert line is not None and "rungs.overlap.gradient_as_bucket_view" in line and line.endswith("write false")
+    assert hint(error.value, module(), ["amp"]) is None, "a rung that is off is to blame for nothing"
+
+
+def test_what_failed_in_a_compiled_backward_names_its_rung() -> None:
+    def as_it_is(graph: Any, _inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def broken_backward(graph: Any, _inputs: Any) -> Any:
+        def run(_args: Any) -> Any:
+            raise AssertionError("expected size 64==64, stride 1==4096 at dim=1")
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=broken_backward)
+    made = module()
+    loss = torch.compile(lambda x: made(x).sum(), backend=backend)(torch.ones(4, 2))
+    with pytest.raises(AssertionError, match="stride") as error:
+        loss.backward()
+    line = hint(error.value, made, ["compile"])
+    assert line is not None and line.endswith("write rungs.compile.enabled: false")
+    assert hint(error.value, made, ["amp"]) is None
+    with pytest.raises(AssertionError) as plain:
+        raise AssertionError("expected size 64==64, stride 1==4096 at dim=1")
+    assert hint(plain.value, made, ["compile"]) is None, "the words alone say nothing of who failed"

@@ -48,3 +48,9 @@ def test_an_unknown_rung() -> None:
         listing.list_rungs("compil")
     assert (caught.value.got, caught.value.do) == ("rung 'compil'", "write compile")
     assert all(name in caught.value.why for name in RUNGS)
+
+
+def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        listing.list_rungs("cache")
+    assert caught.value.why.startswith("this version does not have it yet") and caught.value.do == "write one of them"

@@ -354,16 +354,19 @@ def test_interrupted_by_its_own_hand(fastloop: CommandLine) -> None:
 
 def test_secrets_are_nowhere(fastloop: CommandLine) -> None:
     secret = "hunter2-very-secret"
+    again = f"recipe.mark=user:{secret}@host"  # nothing in the key of this one says that it holds a secret
     said = [
-        fastloop("run", NET, f"recipe.api_key={secret}", "--out", "a", *more)
+        fastloop("run", NET, f"recipe.api_key={secret}", again, "--out", "a", *more)
         for more in (["run.max_steps=2"], ["recipe.at=1", "recipe.does=raise", "--force"])
     ]
     said.append(fastloop("run", NET, f"recipe.api_key={secret}", "recipe.batch=x"))
     said.append(fastloop("run", NET, f"recipe.api_key={secret}", f"trainer.precision={secret}"))
-    said.append(fastloop("config", "show", NET, f"recipe.api_key={secret}"))
-    assert [each.code for each in said] == [0, 1, 2, 2, 0]
+    said.append(fastloop("config", "show", NET, f"recipe.api_key={secret}", again))
+    said.append(fastloop("rungs", "amp", f"recipe.api_key={secret}", again))
+    assert [each.code for each in said] == [0, 1, 2, 2, 0, 2]
     assert "no luck with the key ***" in said[1].err and "recipe.api_key: '***'" in said[4].out
     texts = {path.name: path.read_text() for path in (fastloop.folder / "a").iterdir()}
+    assert "recipe.mark=user:***@host" in texts["env.json"] and "mark: user:***@host" in texts["config.resolved.yaml"]
     assert set(texts) >= FILES | {"hparams.yaml"} and "recipe.api_key=***" in texts["env.json"]
     assert "api_key: '***'" in texts["hparams.yaml"], "the recipe saves it as a hyperparameter"
     assert texts["config.resolved.yaml"].splitlines()[1].startswith("# *** stands for a secret")

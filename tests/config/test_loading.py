@@ -325,3 +325,12 @@ def test_reading_a_configuration_imports_neither_torch_nor_lightning(folder: Pat
 def test_a_callback_is_told_what_is_no_configuration(wrong: object) -> None:
     with pytest.raises(ConfigError, match="is no configuration"):
         from_callback(wrong)  # type: ignore[arg-type]
+
+
+def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("resnet50", overrides=["rungs.cache.enabled=true"])
+    assert caught.value.got == "rungs.cache (command line)" and "no key cache in this version yet" in caught.value.why
+    assert caught.value.do == "write one of these, or delete the line"
+    with pytest.raises(ConfigError, match="this version has no rung cache yet"):
+        load("resnet50", more=["cache"])

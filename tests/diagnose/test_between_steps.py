@@ -40,6 +40,17 @@ def test_workers_that_start_anew_each_epoch(loader: dict[str, Any], enabled: tup
     assert finding.bottleneck == "epoch_gap" and advice in finding.why
 
 
+@pytest.mark.parametrize("enabled", [(), ("workers",)])
+def test_the_time_of_their_start_is_said_where_it_was_measured(enabled: tuple[str, ...]) -> None:
+    found = {**NO_WORKERS, "num_workers": 4}
+    words = "workers were started anew 7 times, 0.41 s each until their first batch"
+    (finding,) = findings(on_cpu(epoch_gap=10.0, loader=found), enabled)
+    assert words not in finding.why, "an older file, or workers that stay"
+    loader = {**found, "worker_restarts": 7, "worker_restart_s": 0.412}
+    (finding,) = findings(on_cpu(epoch_gap=10.0, loader=loader), enabled)
+    assert words in finding.why and "persistent" in finding.why
+
+
 def test_a_gap_is_told_even_where_the_gpu_is_well_used() -> None:
     (finding,) = findings(gpt2_tuned(validation=20.0))
     assert finding.bottleneck == "validation", "that the GPU is well used is no reason to hide it"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fastloop.records.secrets import MASK, Scrubber, is_secret, mask
+from fastloop.records.plan import Change, Plan, Step, Verdict
+from fastloop.records.secrets import MASK, Scrubber, is_secret, make_scrubber, mask
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,35 @@ def test_scrubber_does_not_hunt_for_short_values() -> None:
     scrubber = Scrubber({"token": "abc", "api_key": None, "use_key": False})
     assert scrubber.text("abc None False") == "abc None False"
     assert scrubber.scrub({"token": "abc"}) == {"token": MASK}
+
+
+def test_scrubber_takes_the_words_of_settings_for_no_secrets() -> None:
+    scrubber = Scrubber(["recipe.use_token=true", "--key", "auto"], {"TOKENIZERS": "None", "monkey": "default"})
+    assert scrubber.text("write true, auto, None or default") == "write true, auto, None or default"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["recipe.api_token=hunter2,run.seed=1", '{"token": "hunter2", "seed": 1}', "{token: hunter2}", "--token='hunter2'"],
+)
+def test_scrubber_finds_a_value_that_more_follows(argument: str) -> None:
+    assert Scrubber([argument]).text("note=hunter2") == "note=***"
+
+
+def test_records_lose_values_and_keep_their_keys_and_numbers() -> None:
+    verdicts = (Verdict(rung="amp", took=False, why="no luck with hunter2"),)
+    plan = Plan(steps=(Step(rung="amp", status="planned", change=Change(wants={"tokens": "hunter2", "key": 5})),))
+    scrubber = Scrubber({"password": "hunter2", "pin": 5, "key": 12345})
+    assert scrubber.clean(verdicts) == (Verdict(rung="amp", took=False, why="no luck with ***"),)
+    assert scrubber.clean(plan).wants == {"tokens": "***", "key": 5}
+    assert scrubber.clean({"tokens_per_s": 12345.0, "steps": [12345]}) == {"tokens_per_s": 12345.0, "steps": [12345]}
+    assert verdicts[0].why == "no luck with hunter2" and plan.wants["tokens"] == "hunter2", "the originals stay"
+
+
+def test_the_secrets_of_this_process_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2", "--note", "hunter2"])
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    monkeypatch.setenv("TOKENIZERS_LEVEL", "loud")
+    scrubber = make_scrubber({"recipe": {"password": "swordfish"}})
+    assert scrubber.text("hunter2, hf_abcdefgh, swordfish: loud") == "***, ***, ***: loud"
+    assert scrubber.scrub(["train.py", "--api-key", "hunter2", "--note", "hunter2"])[-2:] == ["--note", MASK]

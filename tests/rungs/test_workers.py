@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,14 +22,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
+from fastloop.evidence import machine
 from fastloop.evidence.model.dataset import worker_hazards
-from fastloop.feeds.lazy_loader import clone
+from fastloop.feeds.lazy_loader import LazyLoader, clone
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, auto_count
 from tests.models import weights
 from tests.rungs.two_ranks import results
-from tests.runs import Net, Run, batches, both, distance, numbered, run
+from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 WORKERS = {"workers": {"count": 2}}
@@ -45,6 +47,13 @@ def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dic
         "loader.prefetch_factor": prefetch_factor,
         "loader.persistent_workers": persistent,
     }
+
+
+HEAVY = {"sample_bytes": 2**20, "batch_size": 8}
+LITTLE = (
+    "/dev/shm has room for {} MiB only: fewer workers load where their batches do not fit;"
+    " give the container --shm-size=8g"
+)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +83,21 @@ def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dic
             facts({}, shm_free_bytes=64 * 2**20),
             wants(3),
             [
-                "/dev/shm has room for 64 MiB only, and 3 workers keep up to 6 batches there: if one dies,"
+                "/dev/shm has room for 64 MiB only: fewer workers load where their batches do not fit;"
                 " give the container --shm-size=8g"
             ],
         ),
         ({"count": 3}, facts({}, shm_free_bytes=2**30), wants(3), []),
+        # 8 MiB a batch: 16 fit into 171 MiB, of which a quarter stays free; two lie beside those of the workers.
+        ({"count": 8}, facts(HEAVY, shm_free_bytes=171 * 2**20), wants(8, prefetch_factor=1), [LITTLE.format(171)]),
+        ({"count": 8}, facts(HEAVY, shm_free_bytes=54 * 2**20), wants(3, prefetch_factor=1), [LITTLE.format(54)]),
+        ({"count": 8}, facts(HEAVY, shm_free_bytes=2**29), wants(8), [LITTLE.format(512)]),
+        (
+            {"count": 8},
+            facts(HEAVY, shm_free_bytes=171 * 2**20, local_ranks=4, cpu_count=32),
+            wants(2, prefetch_factor=1),
+            [LITTLE.format(171)],
+        ),
         (
             {},
             facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
@@ -112,6 +131,13 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
             " number; set num_workers yourself before the run starts",
         ),
         ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot go to workers: a is x; b is y"),
+        ({}, {"sampler_hazards": ("a is x",)}, "workers ask the sampler ahead of the training: a is x"),
+        (
+            {},
+            {"own_iterator": True},
+            "DataLoader makes its own iterators, so what workers send could not be tried before it is used;"
+            " set num_workers yourself",
+        ),
         (
             {"start_method": "spawn"},
             {"unpicklable": "dataset.f (<lambda>)"},
@@ -170,6 +196,191 @@ def test_impossible_settings_are_config_errors(settings: dict[str, Any], why: st
     with pytest.raises(ConfigError) as error:
         FastLoop({"rungs": {"workers": {"enabled": True, **settings}}})
     assert why in str(error.value) and f"workers.{next(iter(settings))}" in str(error.value)
+
+
+CHANGES = {"may_change": ("a is changed by b", "c")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "loader", "run", "persistent"),
+    [
+        ({}, {"batches": 32}, {}, True),
+        ({}, {"batches": 999}, {}, True),
+        ({}, {"batches": 1000}, {}, False),
+        ({}, {"batches": 5000}, {"limit_train_batches": 40}, True),
+        ({}, {"batches": 5000}, {"limit_train_batches": 0.01}, True),
+        ({}, {"batches": None}, {}, False),
+        ({}, {"batches": 32}, {"max_epochs": 1}, False),
+        ({}, {"batches": 32}, {"max_steps": 16, "accumulate": 2}, False),
+        ({}, {"batches": 32}, {"max_steps": 17, "accumulate": 2}, True),
+        ({}, {"batches": 100, **CHANGES}, {}, False),
+        ({}, {"batches": 100}, {"reload_every_n_epochs": 1}, False),
+        ({"count": 2}, {"batches": 32, **CHANGES}, {}, False),
+        ({"persistent": False}, {"batches": 32, **CHANGES}, {}, False),
+        ({"persistent": True}, {"batches": 32, **CHANGES}, {}, True),
+        ({}, {"batches": 32, **CHANGES}, {"max_epochs": 1}, False),
+    ],
+)
+def test_workers_are_kept_where_epochs_are_short_and_nothing_changes_the_dataset(
+    settings: dict[str, Any], loader: dict[str, Any], run: dict[str, Any], persistent: bool
+) -> None:
+    change = Workers(enabled=True, **settings).plan(facts(loader, **run))
+    assert change.wants["loader.persistent_workers"] is persistent and change.parity == "exact"
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        ({}, "a is changed by b"),
+        ({"reload_every_n_epochs": 2}, "the Trainer reloads its loaders, and the old workers would stay"),
+    ],
+)
+def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any], why: str) -> None:
+    with pytest.raises(NotApplicable) as refused:
+        Workers(enabled=True).plan(facts({"batches": 32, **CHANGES}, **run))
+    assert str(refused.value) == (
+        "epochs of 32 batches are too short to pay for starting workers in each, and they cannot be kept between"
+        f" them: {why}; where that is no matter, write workers.persistent: true"
+    )
+
+
+def test_a_batch_that_fits_nowhere_means_no_workers() -> None:
+    with pytest.raises(NotApplicable, match=r"a batch takes 8\.0 MiB, and /dev/shm has room for 16 MiB, which is too"):
+        Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**24))
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("changed", [False, True])
+def test_short_epochs_keep_their_workers_in_a_fit(changed: bool) -> None:
+    """Started once for five epochs, or not at all where a callback may change the dataset between them."""
+
+    class Pids(Net):
+        def on_train_epoch_start(self) -> None:
+            self.pids = [*getattr(self, "pids", []), sorted(child.pid for child in multiprocessing.active_children())]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.pids[-1] = sorted(child.pid for child in multiprocessing.active_children())
+            return super().training_step(batch, batch_idx)
+
+    class Changes(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.train_dataloader is None:
+                raise AssertionError
+
+    plain, ours = both(
+        {"workers": {}},
+        partial(batches, shuffle=True),
+        Pids,
+        max_epochs=5,
+        callbacks=lambda: (Changes(),) if changed else (),
+    )
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert ours.module.pids[0] == ours.module.pids[-1] and bool(ours.module.pids[0]) is not changed
+    assert ours.verdict("workers").took is not changed and ours.verdict("workers").parity_class == "exact"
+    if changed:
+        assert "Changes.on_train_epoch_start names train_dataloader" in (ours.reason("workers") or "")
+
+
+def collate_local(samples: Any) -> Any:
+    class Local:
+        pass
+
+    return [*torch.utils.data.default_collate(samples), Local()]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("feed", [False, True])
+def test_a_batch_that_cannot_be_sent_ends_no_training(feed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class made in a function, of which torch's worker prints that it cannot be pickled; the loader then waits."""
+    if feed:
+        feed_on_cpu(monkeypatch)
+    rungs = {**WORKERS, **({"prefetch": {}} if feed else {})}
+    plain, ours = both(rungs, partial(batches, shuffle=True, collate_fn=collate_local), max_epochs=3)
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert "Can't pickle local object 'collate_local.<locals>.Local'" in (ours.reason("workers") or "")
+    assert ours.verdict("workers").took is False
+
+
+@pytest.mark.timeout(90)
+def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 KiB a batch, which nobody knows before there is one."""
+
+    def widen(samples: Any) -> Any:
+        x, y, n = torch.utils.data.default_collate(samples)
+        return x, y, n, torch.zeros(2**16)
+
+    monkeypatch.setattr(machine, "shm_free_bytes", lambda: 2**20 + 2**19)
+    rungs = {"workers": {"count": 4, "persistent": False}}
+    plain, ours = both(rungs, partial(batches, 40, shuffle=True, collate_fn=widen), max_epochs=2)
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert ours.verdict("workers").took is True
+    assert "2 workers with 1 batches ahead of each: /dev/shm has room for 2 MiB" in ours.verdict("workers").why
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_killed_worker_is_torchs_to_tell(attempt: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its signal comes wherever the main thread is: in the loop, in our hooks, in the loader."""
+
+    class Kills(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 + attempt:
+                for child in multiprocessing.active_children():
+                    child.kill()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns() as warned, pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid"):
+        run(WORKERS, batches(400), Kills)
+        raise AssertionError("nothing was raised")
+    assert not any("stopped watching" in str(warning.message) for warning in warned)
+
+
+class Asks(Dataset):
+    """Asks a server over one connection, as many do."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return numbered(20)[index]
+
+
+def test_a_connection_in_the_dataset_stays_in_one_process() -> None:
+    ends = socket.socketpair()
+    ours = run(WORKERS, DataLoader(Asks(ends[0]), batch_size=8))
+    assert "dataset.connection (socket) is a connection" in (ours.reason("workers") or "")
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("rung", ["workers", "prefetch"])
+def test_a_sampler_that_hears_of_losses_is_not_asked_early(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hears(SequentialSampler):
+        def hear(self, loss: float) -> None:
+            self.loss = loss
+
+    feed_on_cpu(monkeypatch)
+    data = numbered(20)
+    ours = run({rung: {}}, DataLoader(data, batch_size=8, sampler=Hears(data)))
+    assert "sampler.sampler.loss is changed by its hear()" in (ours.reason(rung) or "")
+
+
+@pytest.mark.parametrize("rungs", [WORKERS, {"prefetch": {}}])
+def test_the_loader_of_the_trainer_stays_a_dataloader(rungs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ``isinstance``, of the user's own class too; ``type`` tells the truth."""
+    feed_on_cpu(monkeypatch)
+    seen: list[Any] = []
+
+    class Looks(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.fit_loop._combined_loader.flattened[0])
+
+    run(rungs, Named(6), Looks)
+    assert isinstance(seen[0], DataLoader) and isinstance(seen[0], Named)
+    assert isinstance(seen[0], LazyLoader) and type(seen[0]) is not Named
 
 
 def test_takes() -> None:

@@ -15,10 +15,13 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
-from fastloop.bridge.apply.rehearsal import Hands, Outcome, Rehearsal, Terms
+from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.fail_open import let_through
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
+from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
@@ -34,6 +37,7 @@ class Applier:
         say: takes one line on what is going on.
         terms: on which rungs are rehearsed; None: they apply at once, untried.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
+        one_time: the ledger of costs that are none of a step's.
     """
 
     def __init__(
@@ -45,13 +49,12 @@ class Applier:
         say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
         refused: dict[str, str] | None = None,
+        one_time: OneTime | None = None,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
-        self.refused = {} if refused is None else refused
+        self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
         self.rehearsal: Rehearsal | None = None
         """Still to come, or going on."""
-        self.rehearsal_s = 0.0
-        """Spent on rehearsals, first calls aside."""
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
         self._late_conversions: list[Callable[[Any], Any]] = []
@@ -79,6 +82,7 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts)
@@ -118,11 +122,12 @@ class Applier:
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
-                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up)
+                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up, warn=self.warn)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
         except Exception as error:
+            let_through(error)
             reason = _describe(error)
         self.plan, self.loaders, self.micro, undos = before
         self._undo_down_to(undos)
@@ -157,15 +162,16 @@ class Applier:
         conversions = list(site.staging.conversions)
         self.rehearsal = None
         try:
-            outcomes = rehearsal.run()
+            with self.one_time.span("rehearsal"):
+                outcomes = rehearsal.run()
         except FastLoopError:
             raise
         except Exception as error:  # ours: none of the user's code runs outside of what the rehearsal catches
+            let_through(error)
             self.warn(f"the rehearsal failed, and its rungs are off: {_describe(error)}")
             outcomes = [Outcome(rung=rung, fault=f"the rehearsal failed: {_describe(error)}") for rung in self._held]
             for step in rehearsal.steps:
                 self._unapply_step(step)
-        self.rehearsal_s = rehearsal.seconds - rehearsal.first_call_s
         self._held = frozenset()
         self._late_conversions = [each for each in site.staging.conversions if each not in conversions]
         for outcome in outcomes:
@@ -218,6 +224,7 @@ class Applier:
             try:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
+                let_through(error)
                 found = {"unreadable": _describe(error)}
             self._evidence.setdefault(rung, {}).update(found)
         return self._evidence
@@ -255,7 +262,8 @@ class Applier:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
-        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method)
+        others = [site.module, *site.trainer.callbacks]
+        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
@@ -285,6 +293,7 @@ class Applier:
                 try:
                     self._do(step, action)
                 except Exception as error:
+                    let_through(error)
                     self._skip(step, _describe(error))
 
     def _is_planned(self, step: Step) -> bool:

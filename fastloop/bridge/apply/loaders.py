@@ -13,7 +13,8 @@ from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
-from fastloop.feeds.lazy_loader import LazyLoader, bound_batches, clone
+from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
+from fastloop.feeds.tried_workers import TriedWorkers
 from fastloop.feeds.window_batches import WindowDataset, hand_through
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Undo
@@ -25,12 +26,21 @@ class TrainLoaders:
     Args:
         undo: takes the key of a setting and what puts its change back.
         give_up: takes the key of a planned setting that turns out not to apply, and the reason.
+        warn: takes one line for the user.
     """
 
     def __init__(
-        self, site: LiveSite, *, undo: Callable[[str, Undo], None], give_up: Callable[[str, str], None]
+        self,
+        site: LiveSite,
+        *,
+        undo: Callable[[str, Undo], None],
+        give_up: Callable[[str, str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
+        self._warn = warn
+        self._fewer: tuple[dict[str, int], str] | None = None
+        """Settings of the workers that were left when there had to be fewer, and why."""
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._before_reload: dict[int, tuple[Any, Any]] = {}
@@ -68,6 +78,7 @@ class TrainLoaders:
             for key, value in plan.wants.items()
             if key.startswith("loader.") and key != "loader.window"
         }
+        epochs = self._try_workers(settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or "feed.depth" in plan.wants
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
             settings |= self._merge_windows(loader, window, facts)
@@ -77,12 +88,29 @@ class TrainLoaders:
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            changed = self.staging.feed(changed, depth, keeps_iterator)
-        elif settings.get("num_workers"):
-            changed = LazyLoader(changed, keeps_iterator=keeps_iterator)
+            changed = self.staging.feed(changed, depth, keeps_iterator=keeps_iterator, epochs=epochs)
+        elif epochs is not None:
+            changed = LazyLoader(changed, keeps_iterator=keeps_iterator, epochs=epochs)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
+
+    def _try_workers(self, settings: dict[str, Any], facts: Facts) -> Epochs:
+        """Complete the settings of a loader that gets workers; returns what makes its epochs."""
+        settings["in_order"] = True  # without workers there is no other order
+        if self._fewer is not None:
+            settings.update(self._fewer[0])
+        room = None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks
+        return TriedWorkers(room_bytes=room, step_down=self._step_down, warn=self._warn).batches
+
+    def _step_down(self, workers: int, ahead: int, why: str) -> None:
+        """There had to be fewer workers than planned, or none."""
+        if workers:
+            why = f"{workers} workers with {ahead} batches ahead of each: {why}"
+            self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
+        else:
+            self._give_up("loader.num_workers", why)
+        self._warn(f"workers: {why}")
 
     def _count_leaf(self) -> None:
         """Lightning asks loader by loader, and for all of them again when an epoch reloads them."""
@@ -139,13 +167,15 @@ class TrainLoaders:
             *(loader_queue.live_workers(iterator) for iterator in loader_state.find_iterators(self.trainer)),
         ]
         self._most_workers = max((count for count in counts if count is not None), default=None)
-        return {"live_workers": self._most_workers}
+        return {"live_workers": self._most_workers, "fewer": None if self._fewer is None else self._fewer[1]}
 
     def _give_back(self) -> None:
         """Put the user's loaders back into a CombinedLoader of theirs, which Lightning filled with ours."""
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.find_original(loader) for loader in combined.flattened]
+        # They know us too, and a circle would keep their workers alive until the garbage collector comes by.
+        self._originals, self._before_reload = {}, {}
 
 
 def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:

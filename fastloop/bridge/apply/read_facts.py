@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
 from fastloop.evidence import machine
+from fastloop.evidence.model import between_batches
 from fastloop.evidence.model import dataset as datasets
 from fastloop.records.facts import Facts, LoaderFacts
 
@@ -53,6 +54,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         val_check_interval=_keep_number(trainer.val_check_interval),
         val_every_n_epochs=trainer.check_val_every_n_epoch,
         limit_train_batches=_keep_number(trainer.limit_train_batches),
+        max_epochs=_read_limit(trainer.max_epochs),
+        max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
         **read_module(module),
@@ -86,6 +89,10 @@ def _read_device(device: torch.device) -> dict[str, Any]:
 
 def _keep_number(value: Any) -> int | float | None:
     return value if isinstance(value, (int, float)) else None
+
+
+def _read_limit(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def overrides(owner: Any, name: str) -> bool:
@@ -189,8 +196,12 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
-    """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only."""
+def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = ()) -> LoaderFacts:
+    """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only.
+
+    Args:
+        others: the module and the callbacks, whose hooks may look at the data.
+    """
     if not isinstance(loader, DataLoader):
         return LoaderFacts(
             kind=type(loader).__name__,
@@ -206,6 +217,8 @@ def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
         travels = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
     default = torch.utils.data.default_collate
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    kind, plain = type(loader), DataLoader
     return LoaderFacts(
         kind=type(loader).__name__,
         map_style=not isinstance(loader.dataset, IterableDataset),
@@ -219,7 +232,11 @@ def loader_facts(loader: Any, start_method: str = "auto") -> LoaderFacts:
         persistent_workers=loader.persistent_workers,
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
-        worker_hazards=datasets.worker_hazards(loader.dataset),
+        worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
+        sampler_hazards=between_batches.sampler_hazards(sampler, loader.dataset, others),
+        may_change=between_batches.list_changers(loader.dataset, others),
+        own_iterator=(kind.__iter__, kind._get_iterator) != (plain.__iter__, plain._get_iterator),
+        sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         unpicklable=unpicklable,
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -23,12 +22,13 @@ from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, m
 from fastloop.bridge.apply.remembered import Remembered
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.fail_open import let_through
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
-from fastloop.judge.rehearsal import Deviation
+from fastloop.judge.rehearsal import Deviation, Outcome
 from fastloop.records.plan import Rehearsed, Step
 
 LIMIT_S = 60.0
@@ -63,21 +63,6 @@ class Terms:
         return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of one rung."""
-
-    rung: str
-    fault: str | None = None
-    """Why it is taken away again; None: it stays."""
-    is_lasting: bool = True
-    """The next run would meet the fault again."""
-    on_modules: bool = False
-    """Played with the modules, so that its times stand in a row with those of other such rungs."""
-    rehearsed: Rehearsed | None = None
-    pays_back_after_steps: float | None = None
-
-
 @dataclass(frozen=True)
 class Hands:
     """What a rehearsal may do to the run, given to it by the applier."""
@@ -94,8 +79,6 @@ class Rehearsal:
 
     def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, hands: Hands) -> None:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
-        self.seconds = self.first_call_s = 0.0
-        """Spent on all of this; and of that on first calls, compiling mostly."""
         self._recorder = CallRecorder(site.module, site.facts.compile_targets)
         self._began_at = site.trainer.global_step
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
@@ -113,7 +96,7 @@ class Rehearsal:
 
     def run(self) -> list[Outcome]:
         """Try all rungs; those that stay are applied when this returns."""
-        began, outcomes = time.monotonic(), list[Outcome]()
+        outcomes: list[Outcome] = []
         self.stop_recording()
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
@@ -129,7 +112,6 @@ class Rehearsal:
         finally:
             self.site.recorded, self._base, self._without_dropout = {}, Played(), Played()
             self._recorder.calls.clear()
-            self.seconds = time.monotonic() - began
 
     def _play_unchanged(self) -> str | None:
         """Read what the modules compute and take as the user wrote them; why they cannot be played again, if so."""
@@ -144,7 +126,7 @@ class Rehearsal:
                     if self._player.has_dropout():
                         self._without_dropout = self._play(dropout=False)
             except Exception as error:
-                problem = f"its calls cannot be played again: {_describe(error)}"
+                problem = f"its calls cannot be played again: {_explain(error)}"
         problems, times_ms = zip(*self._gather((problem, self._base_ms)), strict=True)
         self._base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
@@ -193,12 +175,10 @@ class Rehearsal:
                 outcome = try_it(step, before)
         except torch.cuda.OutOfMemoryError:
             fault, is_lasting = "there was not enough memory to try it", False
-        except TimeLimit as error:
-            fault = str(error)
         except NotApplicable as error:
             fault, is_lasting = str(error), False
         except Exception as error:
-            fault = _describe(error)
+            fault = _explain(error)
         else:
             if outcome.fault is not None:
                 self.hands.unapply(step)
@@ -225,11 +205,12 @@ class Rehearsal:
         if not judge.is_close(deviation, precision):
             fault, told = judge.find_fault(deviation, self._measure_rounding(compared, precision, dropout), precision)
         changed_ms = self._read_ms(second.ms, first.ms)
-        saved_ms = (_last_ms(before, self._base_ms) - changed_ms) * self.terms.batches_per_step
+        saved_ms = (judge.find_last_ms(before, self._base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
             rung=step.rung,
             fault=fault,
             on_modules=True,
+            is_costly=_is_costly(step),
             rehearsed=Rehearsed(deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if first_s is not None else None,
         )
@@ -271,27 +252,13 @@ class Rehearsal:
         return failed
 
     def _drop_slow(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """What a shipped ladder switched on and makes the first step's calls slower is taken away again.
-
-        Of a stack that ends with a compile nothing is: rungs may only pay together, and each change compiles anew.
-        """
+        """What a shipped ladder switched on and makes the first step's calls slower is taken away again."""
+        judged = judge.drop_slow(outcomes, self._base_ms, self.terms.by_ladder)
         steps = {each.rung: each for each in self.steps}
-        for place in reversed(range(len(outcomes))):
-            outcome = outcomes[place]
-            if outcome.fault is not None or outcome.rehearsed is None:
-                continue
-            without_ms = outcome.rehearsed.eager_ms
-            if outcome.on_modules:
-                without_ms = min(_last_ms(outcomes[:place], self._base_ms), self._base_ms)
-            if not judge.is_slower(outcome.rehearsed, without_ms):
-                if _is_costly(steps[outcome.rung]):
-                    break
-            elif outcome.rung in self.terms.by_ladder:
-                self.hands.unapply(steps[outcome.rung])
-                times = f"{outcome.rehearsed.changed_ms:.3g} ms, {without_ms:.3g} ms without it"
-                slow = f"slower on the calls of the first step: {times}"
-                outcomes[place] = replace(outcome, fault=slow, is_lasting=False)
-        return outcomes
+        for before, after in zip(outcomes, judged, strict=True):
+            if before.fault is None and after.fault is not None:
+                self.hands.unapply(steps[after.rung])
+        return judged
 
     # -- readings -------------------------------------------------------------------------------------------------
 
@@ -327,7 +294,6 @@ class Rehearsal:
         if not _is_costly(step):
             return None
         seconds = max(0.0, first.ms - second.ms) / 1e3
-        self.first_call_s += seconds
         self._spent_s -= seconds
         self._memory.keep_first_call_s(step.rung, self.hands.settings(step.rung), seconds)
         return seconds
@@ -350,7 +316,7 @@ class Rehearsal:
             self.hands.apply(step)
         except Exception as error:
             self.hands.unapply(step)
-            return Outcome(rung=step.rung, fault=_describe(error), is_lasting=False)
+            return Outcome(rung=step.rung, fault=_explain(error), is_lasting=False)
         return Outcome(rung=step.rung)
 
     def _agree(self, step: Step, mine: Outcome) -> Outcome:
@@ -396,7 +362,7 @@ class Rehearsal:
         except Exception as error:
             raise FastLoopError(
                 got=f"a GPU that does not answer after the rehearsal of {step.rung}",
-                why=_describe(error),
+                why=_explain(error),
                 do=f"write rungs.{step.rung}.enabled: false",
             ) from error
 
@@ -406,13 +372,15 @@ def _is_costly(step: Step) -> bool:
     return step.change.pay_back is not None
 
 
-def _last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
-    """What the modules take with all that was kept so far."""
-    kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]
-    return next((each for each in reversed(kept) if each is not None), base_ms)
-
-
-def _describe(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
+    """What went wrong. A limit may have passed inside a compile, which makes an error of its own of it; what a signal's
+    handler raised is none of ours."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeLimit):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    let_through(error)
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

@@ -35,14 +35,14 @@ class Staging:
         self._seen: Counter[str] = Counter()
         self._before_transfer: Callable[..., Any] | None = None
 
-    def feed(self, loader: Any, depth: int, keeps_iterator: bool) -> DeviceFeed:
+    def feed(self, loader: Any, depth: int, **start: Any) -> DeviceFeed:
         """A stand-in for a train loader that stages its batches `depth` ahead."""
         kind: type[DeviceFeed] = DeviceFeed
         more: dict[str, Any] = {}
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             kind, more = StatefulDeviceFeed, {"consumed": self._count_consumed}
         device = self.strategy.root_device
-        feed = kind(loader, depth=depth, device=device, stage=self.stage, keeps_iterator=keeps_iterator, **more)
+        feed = kind(loader, depth=depth, device=device, stage=self.stage, **start, **more)
         self.feeds.append(feed)
         return feed
 

@@ -39,6 +39,7 @@ def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
             yield
     finally:
         last_words.cancel()
+        last_words.join()
 
 
 @contextlib.contextmanager

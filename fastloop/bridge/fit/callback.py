@@ -21,6 +21,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.ladder import cards, verify
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
@@ -113,6 +114,7 @@ class FastLoop(Callback):
         """What lives for one fit only: not copied, not pickled."""
         self._applier: Applier | None = None
         self._eyes: Session | None = None
+        self._one_time = OneTime()
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
 
@@ -173,6 +175,16 @@ class FastLoop(Callback):
             self._collect_evidence(trainer)
 
     @fail_open
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_starts()
+
+    @fail_open
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._eyes is not None:
+            self._eyes.validation_ends()
+
+    @fail_open
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._measure(trainer)
 
@@ -192,7 +204,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (line := hint(exception, pl_module)) is not None:
+        if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
         if not self._training:
             return
@@ -241,6 +253,7 @@ class FastLoop(Callback):
             say=self.say,
             terms=terms if self.config.rehearsal == "on" else None,
             refused=self._refused,
+            one_time=self._one_time,
         )
         if not strategy.is_mixed(owner):
             try:
@@ -260,6 +273,7 @@ class FastLoop(Callback):
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
             hunt_syncs=self.hunt_syncs,
             place=lambda: self._find_directory(trainer),
+            one_time=self._one_time,
         )
         self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
 
@@ -298,7 +312,8 @@ class FastLoop(Callback):
             )
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
-            self.findings = diagnose.findings(self.measurement, cards(), self.config.ladder.enabled())
+            enabled = self.config.ladder.enabled()
+            self.findings = diagnose.findings(self.measurement, cards(), enabled, self.verdicts)
 
     def _conclude(self, trainer: Any) -> None:
         self._training = False

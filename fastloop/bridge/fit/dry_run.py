@@ -43,9 +43,9 @@ def dry_run(config: Config) -> DryRun:
     with quiet():
         pl.seed_everything(config.run.seed, verbose=False)
         module, data = build_recipe(config)
-        trainer = make_trainer(config, None, None)
+        trainer: Any = make_trainer(config, None, None)
         loader = _set_up(trainer, module, data)
-    loader_facts = read_facts.loader_facts(loader, config.ladder.start_method)
+    loader_facts = read_facts.loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
     if loader_facts.batches == 0:
         raise nothing_to_train("a train loader of 0 batches")
     size = _measure_sample(loader) if loader_facts.map_style else None

@@ -21,7 +21,7 @@ from fastloop.ladder import cards, left_out
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
-from fastloop.records.secrets import MASK
+from fastloop.records.secrets import MASK, make_scrubber
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.run import files
 
@@ -70,18 +70,19 @@ def write(where: Path, loop: WatchedFit) -> bool:
     """Write the run's files. A directory that cannot be written is one warning, not the end of a training."""
     if loop.measurement is None:
         return False
-    environment = machine.environment(sys.argv, os.environ)
+    hide = make_scrubber(loop.config.values)
+    environment = hide.scrub(machine.environment(sys.argv, os.environ))
     environment |= {"torch_flags": torch_flags(), "name": loop.words["name"]}
     contents = files.run_files(
         config_yaml=resolved(loop.config, where),
         changed_yaml=dump_yaml(changed(loop.config)),
         env_json=store.dump(environment),
-        plan=loop.plan,
-        seen=loop.measurement,
-        verdicts=loop.verdicts,
-        findings=loop.findings,
+        plan=hide.clean(loop.plan),
+        seen=hide.clean(loop.measurement),
+        verdicts=hide.clean(loop.verdicts),
+        findings=hide.clean(loop.findings),
         left_out=left_out(loop.config.ladder),
-        **loop.words,
+        **hide.clean(loop.words),
     )
     try:
         store.write(where, contents)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import logging
 import os
@@ -27,11 +26,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.bridge.fit.shutdown import ends
+from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.config.loading import Config
 from fastloop.config.schema import fault, first_origin
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.records import store
-from fastloop.records.secrets import mask
+from fastloop.records.secrets import Scrubber, make_scrubber
 from fastloop.records.store import is_file
 
 _HINTS = (
@@ -75,9 +75,13 @@ class ProgressLines(Callback):
 class RunLogger(CSVLogger):
     """Logged values and hyperparameters as files of the run directory, secrets masked."""
 
+    def __init__(self, out: Path, hide: Scrubber) -> None:
+        super().__init__(out, name="", version="")
+        self._hide = hide
+
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
         given = vars(params) if isinstance(params, Namespace) else params or {}
-        super().log_hyperparams(mask({name: _as_mapping(value) for name, value in given.items()}))
+        super().log_hyperparams(self._hide.scrub({name: _as_mapping(value) for name, value in given.items()}))
 
 
 def _as_mapping(value: Any) -> Any:
@@ -91,14 +95,14 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
     Raises:
         ConfigError: a key or value under ``trainer`` or ``run`` that Lightning refuses, or more devices than there are.
     """
-    _check_keys(config)
+    check_trainer_arguments(config)
     _check_devices(config)
     bar = _is_terminal()
     defaults: dict[str, Any] = {
         "max_epochs": -1,
         "num_sanity_val_steps": 0,
         "default_root_dir": out,
-        "logger": RunLogger(out, name="", version="") if out is not None else False,
+        "logger": RunLogger(out, make_scrubber(config.values)) if out is not None else False,
         "enable_progress_bar": bar,
         "enable_model_summary": bar,
     }
@@ -124,15 +128,6 @@ def _is_terminal() -> bool:
     """Whether somebody watches who can make use of a bar. Lightning draws it on stdout."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and stream.isatty()]
     return len(streams) == 2 and os.environ.get("TERM") != "dumb"
-
-
-def _check_keys(config: Config) -> None:
-    known = inspect.signature(pl.Trainer).parameters
-    for name in config.trainer:
-        if name not in known:
-            key, close = f"trainer.{name}", difflib.get_close_matches(name, known, n=1)
-            do = f"write {close[0]}" if close else "see lightning.pytorch.Trainer for its arguments"
-            raise fault(key, first_origin(key, config.origins), "Lightning's Trainer takes no such argument", do)
 
 
 def _check_devices(config: Config) -> None:

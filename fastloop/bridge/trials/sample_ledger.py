@@ -14,7 +14,8 @@ ranks) when the training ends::
                had been drawn before in it] per epoch, at most 10,000; complete: all batches that the loaders had
     dataset    samples of the dataset
     own_order  true: no other random numbers than the sampler's own have a say in the order of the samples
-    optimizer_steps, partial
+    optimizer_steps
+    partial    true: this rank's fit was ended by an exception, of the class `ended_by`
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ class Ledger(Callback):
         self._end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._write(trainer, partial=False)
+        self._write(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._write(trainer, partial=True)
+        self._write(trainer, type(exception).__name__)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class Ledger(Callback):
         except Exception as error:  # a ledger must not end a training
             self.why = f"{type(error).__name__}: {error}"
 
-    def _write(self, trainer: Any, *, partial: bool) -> None:
+    def _write(self, trainer: Any, ended_by: str | None = None) -> None:
         try:
             seen = self._backwards is not None and self._backwards.seen
             if self._backwards is not None:
@@ -204,7 +205,8 @@ class Ledger(Callback):
                 "planned": self._planned,
                 "epochs": self._epochs,
                 "optimizer_steps": self._count,
-                "partial": partial,
+                "partial": ended_by is not None,
+                "ended_by": ended_by,
             }
             store.write(self.out, {name: json.dumps(content, allow_nan=False) + "\n"})
         except Exception as error:  # a full disk, say; the training has ended well

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fastloop.bridge.fail_open import let_through
 from fastloop.bridge.watch.profiler_proxy import return_itself
 
 EVERY_S = 10.0
@@ -75,6 +76,7 @@ class LiveMetrics:
                 logger.log_metrics(dict(numbers), step=step)
                 logger.save()  # as Lightning does after each of its own; a file logger would hold all back otherwise
             except Exception as error:
+                let_through(error)
                 self._dropped.append(logger)
                 rank_zero_warn(
                     f"fastloop: no live figures in {type(logger).__name__} from here on: "

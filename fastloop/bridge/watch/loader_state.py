@@ -27,6 +27,12 @@ def find_iterators(trainer: Any) -> Iterator[Any]:
             yield found
 
 
+def find_workers(trainer: Any) -> list[Any] | None:
+    """The worker processes of the living iterators, empty where there are none; None where that cannot be told."""
+    iterators = [each for each in find_iterators(trainer) if loader_queue.live_workers(each) is not None]
+    return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
+
+
 def count_queued_batches(trainer: Any) -> int:
     """Batches that workers and device feeds can hold ready."""
     return sum(_held(loader) for loader in find_loaders(trainer))

@@ -28,6 +28,11 @@ SAMPLED = ("h2d", *COMPUTE)
 MOST_HOOKS = 5
 GARBAGE = "garbage_collection"
 """Among the evidence: what passes of Python's collector cost a step, as a part of ``host_other``, and how many."""
+COMPILATION = "compilation"
+"""Likewise: how often this fit compiled; ``ms_per_step`` where that went on through the window, and so is a part of
+``host_other``."""
+FEW_STEPS = 3
+"""Steps of a window with costs that come once. Where more have them, they come again, and stay in the figures."""
 PAUSES = "pauses"
 """Likewise: single long steps, how many, and what they add to the mean one, whatever part of it they came in."""
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
@@ -55,6 +60,9 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
     }
     if window is None:
         return Measurement(**common)
+    if window.steps_with_once > FEW_STEPS:
+        window, once_ms = window.put_back(), 1e3 * window.once_total_s / window.steps
+        evidence = {**evidence, COMPILATION: {**evidence.get(COMPILATION, {}), "ms_per_step": once_ms}}
     world_size, traced = int(about.get("world_size", 1)), about.get("kernels") or {}
     timed = {
         "first_step": watch.clock.opened_at + 1,

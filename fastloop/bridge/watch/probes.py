@@ -14,6 +14,7 @@ import torch
 
 from fastloop.bridge.watch.phases import Marks
 from fastloop.evidence.clock.drift import CHECK_STEPS, Drift, StepCheck
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import RARE, Clock, Window
 from fastloop.evidence.model.flops import FlopCount, may_count
 from fastloop.evidence.sync.cuda_warnings import SyncMarks
@@ -185,6 +186,7 @@ class Later:
         read_board: ``sm_clock_mhz`` and ``foreign_processes`` as the GPU says; None where it says nothing.
         warn: takes the one warning.
         switch: makes the loop's marks go to another clock.
+        one_time: the ledger of costs that are none of a step's.
     """
 
     def __init__(
@@ -194,8 +196,9 @@ class Later:
         read_board: Callable[[], Mapping[str, Any] | None],
         warn: Callable[[str], None],
         switch: Callable[[Clock], None],
+        one_time: OneTime | None = None,
     ) -> None:
-        self.device, self.drift = device, Drift()
+        self.device, self.drift, self._one_time = device, Drift(), one_time
         self._read_board, self._warn, self._switch = read_board, warn, switch
         self.clock: Clock | None = None
         """The clock of the check that is going on."""
@@ -211,7 +214,7 @@ class Later:
             if self.clock.total_steps > CHECK_STEPS:
                 self.end(step)
         elif self.drift.due(now()):
-            self.clock = Clock(self.device, warmup_steps=0)
+            self.clock = Clock(self.device, warmup_steps=0, one_time=self._one_time)
             self._switch(self.clock)
 
     def end(self, step: int) -> None:

@@ -13,21 +13,25 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.live_metrics import LiveMetrics
-from fastloop.bridge.watch.measurement import GARBAGE, build_measurement
+from fastloop.bridge.watch.measurement import COMPILATION, GARBAGE, build_measurement
+from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
 from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, Later, Trace
 from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
 from fastloop.evidence.clock import step_clock
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.feeds.batch_tree import samples
-from fastloop.records.measurement import Measurement
+from fastloop.records.measurement import COMPILE, VALIDATION_COMPILE, Measurement
 
 COUNTED_STEPS, SYNC_STEP = (0, 1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
 synchronisations are looked for: not the first one, in which much happens for once."""
+LOADER = "loader"
+"""Among the evidence: how the data was loaded."""
 SYNCS = "syncs"
 """Among the evidence: in how many steps every synchronisation was hunted."""
 
@@ -43,6 +47,7 @@ class Session:
         warn: takes a warning, a line.
         hunt_syncs: find every synchronisation with its line and its cost, in a few steps after the timed ones.
         place: the run's directory, asked for when there is something to put into it.
+        one_time: the fit's ledger of one-time costs, to which others write too.
     """
 
     def __init__(
@@ -53,7 +58,14 @@ class Session:
         warn: Callable[[str], None],
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
+        one_time: OneTime | None = None,
     ) -> None:
+        self._began = step_clock.now()
+        self.one_time = one_time or OneTime()
+        self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
+        self.workers = WorkerStarts()
+        self._epoch_begins = True
+        self._note_workers: Callable[[], None] = lambda: self.workers.note(trainer)
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
@@ -71,12 +83,15 @@ class Session:
             probes=probes,
             board=Board(self.uuid) if on_cuda else None,
             extras=[extra for extra in (self.hunt, self.trace) if extra is not None],
+            one_time=self.one_time,
+            note_costs=self._note_costs,
         )
         self.watch.later = Later(
             self.device,
             warn=warn,
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
             read_board=self._read_board,
+            one_time=self.one_time,
         )
         self._ranks: Ranks | None = None
         self._live: LiveMetrics | None = None
@@ -128,16 +143,25 @@ class Session:
         size = samples(batch)
         self.work.batch(size)
         self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches)
-        self._step = step
+        self._step, self._epoch_begins = step, trainer.is_last_batch
         self._passed_steps += step_ends
         self._passed_samples += size or 0
         if step_ends and self._live is not None:
             self._live.tick(trainer)
 
+    def validation_starts(self) -> None:
+        """What was compiled until now belongs to the training."""
+        self.compilations.note(COMPILE)
+
+    def validation_ends(self) -> None:
+        """And what was since, to the validation."""
+        self.compilations.note(VALIDATION_COMPILE)
+
     def measure(
         self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]], raised: BaseException | None = None
     ) -> Measurement:
         """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
+        self.compilations.note(COMPILE)
         self.watch.close()
         if self.hunt is not None:
             evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
@@ -150,7 +174,9 @@ class Session:
             "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
             "kernels": self.trace.found if self.trace is not None else None,
             "drift": self.watch.later.drift.entries,
+            "one_time_s": sum_one_time_s(self.one_time, self.compilations, self.workers),
         }
+        evidence = {**evidence, **self._describe_costs(evidence)}
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
         if self._profiler is not None and trainer.profiler is not self._profiler:
@@ -163,7 +189,7 @@ class Session:
         """What the loggers and the bar show of the steps since the last call: as a clock saw them while one is
         open, else as they were counted, which tells of no waits."""
         account = self.watch.marks.clock.account
-        seen = (account.steps, account.samples, account.wall_s, account.wait_s)
+        seen = (account.steps, account.samples, account.wall_s + account.once_s, account.wait_s)
         passed = (self._passed_steps, self._passed_samples, step_clock.now())
         (last_account, *last), self._last_figures = self._last_figures, (account, seen, passed)
         steps, samples, wall_s, wait_s = _since(seen, last[0] if last_account is account else (0, 0, 0.0, 0.0))
@@ -175,6 +201,29 @@ class Session:
         world = self._ranks.world_size if self._ranks is not None else 1
         rate = world * samples / wall_s if samples else None
         return {"step_ms": 1e3 * wall_s / steps, "samples_per_s": rate, **waited}
+
+    def _note_costs(self) -> None:
+        self.compilations.note(COMPILE)
+        if self._epoch_begins:
+            self._epoch_begins = False
+            self._note_workers()
+
+    def _describe_costs(self, evidence: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """What a finding needs of the one-time costs, beside their sums."""
+        compiled, later_s = self.compilations, self.workers.took_s[1:]
+        found: dict[str, Mapping[str, Any]] = {}
+        if compiled.count:
+            found[COMPILATION] = {
+                "count": compiled.count,
+                "steps": len(compiled.steps),
+                "fit_s": step_clock.now() - self._began,
+                "reasons": list(compiled.reasons),
+                "at_least": compiled.at_least,
+            }
+        if later_s:
+            started = {"worker_restarts": len(later_s), "worker_restart_s": sum(later_s) / len(later_s)}
+            found[LOADER] = {**evidence.get(LOADER, {}), **started}
+        return found
 
     def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
         if self._ranks is None:

@@ -17,6 +17,7 @@ from fastloop.bridge.watch.phases import Marks
 from fastloop.config.loading import WatchSettings
 from fastloop.evidence.clock.gc_pauses import Garbage
 from fastloop.evidence.clock.loss_log import LossLog
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock, Window
 from fastloop.feeds.batch_tree import tensors
 
@@ -55,6 +56,8 @@ class Watch:
         board: reads the GPU's counters over the window: ``start()``, ``stop()``.
         probes: what runs once during warm-up, by the optimizer step it takes.
         extras: what runs after the window, in order.
+        one_time: the ledger of costs that are none of a step's.
+        note_costs: brings that ledger up to date; called whenever the loop has a batch.
     """
 
     def __init__(
@@ -66,9 +69,12 @@ class Watch:
         board: Any = None,
         probes: Mapping[int, Probe] | None = None,
         extras: Sequence[Extra] = (),
+        one_time: OneTime | None = None,
+        note_costs: Callable[[], None] = lambda: None,
     ) -> None:
         self.device, self.settings, self._owed, self.board = device, settings, owed, board
-        self.clock = Clock(device, settings.warmup_steps)
+        self.clock = Clock(device, settings.warmup_steps, one_time=one_time)
+        self._note_costs = note_costs
         self.marks, self.garbage = Marks(self.clock), Garbage(self.clock)
         self.losses, self.tokens = LossLog(), Tokens()
         self.ends_at: int | None = None
@@ -106,6 +112,7 @@ class Watch:
         """The loop has its batch."""
         if self.marks.ranges is not None:
             self.marks.ranges.pop()
+        self._note_costs()
         self.marks.clock.got()
         if self._boundary and not self.marks.in_work:
             self._begin_probe()

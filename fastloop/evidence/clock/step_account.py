@@ -8,7 +8,7 @@ its phases and only steps marked in detail tell them apart, see `Sampled`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastloop.evidence.clock.sampling import Sampled
@@ -44,6 +44,28 @@ class Window:
     """Host time of an average step's work as a share of one's in detail, whose marks cost something."""
     garbage_s: float = 0.0
     """Per step: what passes of the garbage collector cost the device, wherever they came; a part of ``host_other``."""
+    once_s: tuple[float, ...] = ()
+    """Seconds of one-time costs that are taken out of each step of ``step_s``, and out of all other figures."""
+    once_total_s: float = 0.0
+    """The same of all steps."""
+
+    @property
+    def steps_with_once(self) -> int:
+        """Steps that had a one-time cost."""
+        return sum(seconds > 0 for seconds in self.once_s)
+
+    def put_back(self) -> Window:
+        """The window with these seconds in its steps, as work of the host: for costs that come again and again."""
+        each_s = self.once_total_s / self.steps
+        return replace(
+            self,
+            wall_s=self.wall_s + self.once_total_s,
+            once_s=(),
+            once_total_s=0.0,
+            step_s=tuple(step + once for step, once in zip(self.step_s, self.once_s, strict=True)),
+            parts_s={**self.parts_s, "host_other": self.parts_s.get("host_other", 0.0) + each_s},
+            host_s={**self.host_s, "host_other": self.host_s.get("host_other", 0.0) + each_s},
+        )
 
 
 class Mark:
@@ -85,8 +107,8 @@ class Account:
         self._work, self._host_work = Sampled(), Sampled()
         """Inside it."""
         self._blocked_s: float | None = None
-        self._garbage = 0.0
-        self._step_s, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(3))
+        self._garbage = self._once_in_step = self.once_s = 0.0
+        self._step_s, self._step_once, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(4))
         self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
 
     def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
@@ -123,6 +145,12 @@ class Account:
         self._host_every["host_other"] += host
         return lost
 
+    def once(self, host: float, lead: float) -> float:
+        """A one-time cost held the host up, likewise; what the device lost is no part of the step or the window."""
+        lost = max(0.0, host - max(0.0, lead))
+        self._once_in_step += lost
+        return lost
+
     def blocked(self, seconds: float) -> None:
         """Seconds off the processor; may be negative, for readings lag."""
         self._blocked_s = (self._blocked_s or 0.0) + seconds
@@ -138,6 +166,7 @@ class Account:
 
     def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
         """The device has reached the end of a step."""
+        once_s, self._once_in_step = self._once_in_step, 0.0
         if self.start is None:  # the step the window opened in is not a whole one
             self.start = at
         else:
@@ -148,13 +177,16 @@ class Account:
             self.samples += samples
             self._work.step_ends(detailed)
             self._host_work.step_ends(detailed)
-            self._step_s.append(at - self.boundary)
+            self._step_s.append(at - self.boundary - once_s)
+            self._step_once.append(once_s)
+            self.once_s += once_s
             self._of_step.append(samples)
         self.boundary, self._was_detailed = at, detailed
 
     @property
     def wall_s(self) -> float:
-        return 0.0 if self.start is None else self.boundary - self.start
+        """Of all whole steps, without one-time costs."""
+        return 0.0 if self.start is None else self.boundary - self.start - self.once_s
 
     @property
     def wait_s(self) -> float:
@@ -185,6 +217,8 @@ class Account:
             trail_s=_median(self._trails) if on_device else None,
             of_detailed=self._host_work.of_detailed(self.steps),
             garbage_s=self._garbage / self.steps,
+            once_s=tuple(self._step_once),
+            once_total_s=self.once_s,
         )
 
     def _means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:

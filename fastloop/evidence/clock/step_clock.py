@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fastloop.evidence.clock.off_cpu import find_current_stream, read_off_cpu_s
+from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.evidence.clock.step_account import COMPUTE, KEPT_STEPS, RARE, Account, Mark, Window
 
 __all__ = ["COMPUTE", "KEPT_STEPS", "RARE", "Clock", "Window"]
@@ -41,9 +42,16 @@ class Clock:
         device: where the steps run.
         warmup_steps: optimizer steps before the window.
         queued_batches: batches that loader and device queues can hold; as many pass before the window too.
+        one_time: costs that are none of a step's, by who sees them; known before the next batch is there.
     """
 
-    def __init__(self, device: torch.device, warmup_steps: int, queued_batches: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        warmup_steps: int,
+        queued_batches: int = 0,
+        one_time: OneTime | None = None,
+    ) -> None:
         self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
         self.on_device = device.type == "cuda"
         self.total_steps = 0
@@ -58,7 +66,7 @@ class Clock:
         """Host time in hooks that have no marks of their own, to be added to by who runs them."""
         self.collected_s = self._collected_before = 0.0
         """The same of the garbage collector's passes, wherever they come; and those before the loop asked."""
-        self._account = Account()
+        self._account, self._one_time = Account(), Reader(one_time or OneTime())
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
@@ -77,7 +85,8 @@ class Clock:
         self._position = self._event_at = 0.0
         self._last_event: Any = None
         self._computes_from: float | None = None
-        """Time off the processor when the work of `COMPUTE` began that goes on."""
+        """Time off the processor when the work of `COMPUTE` began that goes on; None too where a one-time cost fell
+        into it, which sleeps and waits as it pleases."""
 
     # -- the host's side ------------------------------------------------------------------------------------------
 
@@ -186,6 +195,7 @@ class Clock:
 
     def _begin(self) -> None:
         self.open, self.opened_at = True, self.total_steps
+        self._one_time.skip()
         if self.on_device:
             torch.cuda.synchronize(self.device)
             self._last_event = self._event()
@@ -255,7 +265,9 @@ class Clock:
             if self.on_device and mark.kind == "got":
                 account.lead(max(0.0, was_at - at))
             host, lost = at - before.at, 0.0
-            if mark.collected_s and before.phase not in RARE:
+            if once := self._one_time.take(before.at, at):  # passes of the garbage collector in it are its own
+                host, lost, self._computes_from = host - once, account.once(once, was_at - before.at), None
+            elif mark.collected_s and before.phase not in RARE:
                 collected = mark.collected_s - mark.collected_before
                 host, lost = host - collected, account.garbage(collected, was_at - before.at)
             account.stretch(
@@ -289,7 +301,9 @@ class Clock:
         account, before, asked, was_at = self._account, self._last, mark.asked, self._position
         if account.start is not None:
             host, lost, starved = asked - before.at, 0.0, max(0.0, asked - was_at)
-            if mark.collected_before:
+            if once := self._one_time.take(before.at, asked):
+                host, lost = host - once, account.once(once, was_at - before.at)
+            elif mark.collected_before:
                 host -= mark.collected_before
                 lost = account.garbage(mark.collected_before, was_at - before.at)
             share = min(1.0, mark.hooks_s / host) if host > 0 else 0.0

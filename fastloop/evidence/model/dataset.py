@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
 import io
 import os
 import re
-import textwrap
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -19,9 +17,70 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
+
+from fastloop.evidence.model import sample_code
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
 _HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
+_SHARED = (
+    "is a connection or a client of one, and answers to several workers would get mixed up; open it in __getitem__"
+)
+_POOL = "runs threads or processes, which workers do not get"
+_DRAWS_ITSELF = "is a random generator, and each worker would draw the same numbers from its copy, in every epoch anew"
+_TRAINING = "is a part of the training, of which workers hold copies from before it"
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    _SHARED: (
+        "socket.socket",
+        "_socket.socket",
+        "http.client.HTTPConnection",
+        "multiprocessing.connection._ConnectionBase",
+        "multiprocessing.queues.Queue",
+        "multiprocessing.queues.SimpleQueue",
+        "subprocess.Popen",
+        "fsspec.asyn.AsyncFileSystem",
+        "cv2.VideoCapture",
+    ),
+    _POOL: (
+        "concurrent.futures._base.Executor",
+        "multiprocessing.pool.Pool",
+        "threading.Thread",
+        "queue.Queue",
+        "_queue.SimpleQueue",
+        "multiprocessing.process.BaseProcess",
+        "asyncio.events.AbstractEventLoop",
+    ),
+    _DRAWS_ITSELF: (
+        "random.Random",
+        "numpy.random._generator.Generator",
+        "numpy.random.mtrand.RandomState",
+        "torch._C.Generator",
+    ),
+    _TRAINING: (
+        "torch.optim.optimizer.Optimizer",
+        "lightning.pytorch.trainer.trainer.Trainer",
+        "pytorch_lightning.trainer.trainer.Trainer",
+        "lightning.pytorch.core.module.LightningModule",
+        "pytorch_lightning.core.module.LightningModule",
+        "lightning.pytorch.callbacks.callback.Callback",
+        "pytorch_lightning.callbacks.callback.Callback",
+    ),
+}
+"""What is found in a dataset's objects, and where its classes live."""
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    _SHARED: tuple(
+        f"{name}."
+        for name in (
+            *("redis", "valkey", "requests", "httpx", "urllib3", "aiohttp", "websocket", "websockets", "grpc", "zmq"),
+            *("boto3", "botocore", "s3transfer", "minio", "google.cloud", "azure", "pymongo", "motor", "elasticsearch"),
+            *("psycopg", "psycopg2", "psycopg2_", "asyncpg", "pymysql", "MySQLdb", "mysql", "sqlalchemy", "pyodbc"),
+            *("oracledb", "cx_Oracle", "duckdb", "_duckdb", "cassandra", "clickhouse_connect", "clickhouse_driver"),
+            *("kafka", "confluent_kafka", "pika", "pymemcache", "memcache", "etcd3", "plyvel", "rocksdb", "leveldb"),
+            *("paramiko", "ftplib", "smbclient", "hdfs", "netCDF4", "rasterio", "osgeo", "decord", "av"),
+        )
+    )
+}
+"""Packages whose objects, where a dataset holds one, are connections or lead to one."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
 _DRAWS = re.compile(
@@ -36,16 +95,16 @@ _BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "p
 _LIBRARIES = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collections.", "functools.", "pathlib.")
 
 
-def walk(root: Any) -> Iterator[tuple[str, Any]]:
+def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
     """Objects reachable from `root` through attributes and containers, breadth first, with their attribute paths."""
-    queue, seen = deque([("dataset", root, 0)]), set[int]()
+    queue, seen = deque([(name, root, 0)]), set[int]()
     while queue and len(seen) < _MOST_OBJECTS:
         path, item, depth = queue.popleft()
         if isinstance(item, _PLAIN) or id(item) in seen:
             continue
         seen.add(id(item))
         yield path, item
-        if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _handle(item) is None:
+        if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _find_foreign(item) is None:
             queue.extend((f"{path}{step}", member, depth + 1) for step, member in _members(item))
 
 
@@ -74,17 +133,48 @@ def _attributes(item: Any) -> dict[str, Any]:
         return {}
 
 
-def worker_hazards(dataset: Any) -> tuple[str, ...]:
-    """Why worker processes would break or change this dataset, each with the place it was seen."""
-    hazards = []
-    for path, item in walk(dataset):
-        if isinstance(item, torch.Tensor) and item.is_cuda:
-            hazards.append(f"{path} is a CUDA tensor, which a forked worker cannot use")
-        elif (handle := _handle(item)) is not None:
-            hazards.append(f"{path} is an open {handle} handle; open it in __getitem__ instead")
-        elif (state := _epoch_state(item)) is not None:
-            hazards.append(f"{path}{state} changes between epochs or samples, and workers hold copies of it")
-    return tuple(hazards)
+def worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+    """Why worker processes would break or change what this dataset gives, each with the place it was seen."""
+    found: dict[str, None] = {}
+    for root, name in ((dataset, "dataset"), (collate, "collate_fn")):
+        for path, item in walk(root, name):
+            if (hazard := _find_hazard(item)) is not None:
+                found[f"{path}{hazard}"] = None
+            for function in sample_code.list_sample_functions(item):
+                for outer, value in sample_code.list_globals(function):
+                    for inner_path, inner in walk(value, outer):
+                        if (hazard := _find_foreign(inner)) is not None:
+                            found[f"{inner_path}{hazard}"] = None
+    return tuple(found)
+
+
+def _find_hazard(item: Any) -> str | None:
+    if (foreign := _find_foreign(item)) is not None:
+        return foreign
+    state = _epoch_state(item) or sample_code.find_changed_state(item)
+    return None if state is None else f"{state} changes between epochs or samples, and workers hold copies of it"
+
+
+def _find_foreign(item: Any) -> str | None:
+    """What cannot be copied into a worker as if nothing were, whatever it is used for."""
+    if isinstance(item, _PLAIN) or inspect.isroutine(item):
+        return None
+    if isinstance(item, torch.Tensor):
+        return " is a CUDA tensor, which a forked worker cannot use" if item.is_cuda else None
+    if (handle := _handle(item)) is not None:
+        return f" is an open {handle} handle; open it in __getitem__ instead"
+    return None if isinstance(item, io.IOBase) else _find_foreign_kind(type(item))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=512)
+def _find_foreign_kind(kind: type) -> str | None:
+    names = {f"{base.__module__}.{base.__name__}" for base in kind.__mro__}
+    for reason, kinds in _FOREIGN.items():
+        if any(name in kinds or name.startswith(_PACKAGES.get(reason, ())) for name in names):
+            return f" ({kind.__name__}) {reason}"
+    if hasattr(kind, "__next__"):
+        return f" ({kind.__name__}) is an iterator, and each worker would go through a copy of it"
+    return None
 
 
 def _handle(item: Any) -> str | None:
@@ -103,34 +193,7 @@ def _epoch_state(item: Any) -> str | None:
         return None
     if callable(getattr(item, "set_epoch", None)):
         return ".set_epoch()"
-    for name in _EPOCH_NAMES:
-        if name in _attributes(item):
-            return f".{name}"
-    counter = _counter_in(type(item).__getitem__)
-    return f".{counter}" if counter else None
-
-
-def _counter_in(function: Any) -> str | None:
-    """The attribute that ``self.x += …`` or ``self.x = self.x + …`` counts up, if the source can be read."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) and (name := _own_attribute(node.target)):
-            return name
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
-            read = {_own_attribute(part) for part in ast.walk(node.value)}
-            if (name := _own_attribute(node.targets[0])) and name in read:
-                return name
-    return None
-
-
-def _own_attribute(node: ast.AST) -> str | None:
-    """x in ``self.x``."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        return node.attr
-    return None
+    return next((f".{name}" for name in _EPOCH_NAMES if name in _attributes(item)), None)
 
 
 def draws_random(*roots: Any) -> tuple[str, ...]:
@@ -178,6 +241,13 @@ def _names(code: Any) -> Iterator[str]:
 def _of_library(thing: Any) -> bool:
     """Whether a class or function is torch's, NumPy's or Python's own."""
     return f"{thing.__module__}.".startswith(_LIBRARIES)
+
+
+def sample_bytes(dataset: Any) -> int | None:
+    """Bytes of one sample where it can be told without taking one: of tensors that are there already."""
+    if type(dataset) is not TensorDataset or not len(dataset):
+        return None
+    return sum(tensor.nbytes for tensor in dataset.tensors) // len(dataset)
 
 
 def unpicklable(root: Any, name: str = "dataset") -> str | None:

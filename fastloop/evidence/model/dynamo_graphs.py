@@ -40,7 +40,9 @@ def count_since(before: Count) -> dict[str, Any]:
             break
         new.insert(0, metric)
     breaks = [cause.splitlines()[0] for cause, times in now.breaks.items() if times > before.breaks.get(cause, 0)]
-    recompiles = [_one_line(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)]
+    recompiles = [
+        shorten_reason(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)
+    ]
     limit_hit = any(_is_limit(str(getattr(metric, "fail_reason", ""))) for metric in new)
     return {
         "graphs": now.graphs - before.graphs,
@@ -62,7 +64,7 @@ def _is_limit(fail_reason: str) -> bool:
     return re.search(r"(recompile|cache[ _]size)[ _]limit", fail_reason, re.IGNORECASE) is not None
 
 
-def _one_line(reason: str) -> str:
+def shorten_reason(reason: str) -> str:
     """The guard that failed, without Dynamo's numbers of frame and compilation before it."""
     lines = [line.strip(" -") for line in reason.strip().splitlines() if line.strip(" -")]
     return re.sub(r"^\d+/\d+: ", "", lines[-1] if lines else reason)[:160]

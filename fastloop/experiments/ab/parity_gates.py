@@ -59,6 +59,8 @@ def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
             for path in trial.run_dir.glob("ledger*.json")
             if _LEDGER.fullmatch(path.name)
         }
+        ranks = max((trial.measurement or Measurement()).world_size for trial in (base, arm))
+        names |= {f"ledger-{rank}.json" for rank in range(1, ranks)}  # a rank that was killed has left none
         for name in sorted(names):
             left, right = load(base.run_dir / name, Ledger), load(arm.run_dir / name, Ledger)
             if left is None or right is None:

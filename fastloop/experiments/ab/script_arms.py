@@ -35,7 +35,14 @@ from fastloop.experiments.trials.script_injection import (
     unmeasured,
 )
 from fastloop.experiments.trials.supervise import Ended, Limits
-from fastloop.experiments.trials.trial import TRIAL, clear, environment, load_results, refuse
+from fastloop.experiments.trials.trial import (
+    TRIAL,
+    clear,
+    describe_dead_rank,
+    environment,
+    load_results,
+    refuse,
+)
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.secrets import Scrubber
@@ -197,6 +204,7 @@ class ScriptArm:
             cause = None if answer is not None else ended.cause or unmeasured(name, events, ended.code)
         else:
             cause = _cause(name, measurement, config.watch.warmup_steps, ended, events)
+            cause = cause or describe_dead_rank(folder, measurement)
         step = ended.last_step if ended.last_step is not None else step_of(events)
         return Trial(
             name=label,
@@ -217,7 +225,8 @@ class ScriptArm:
 def _cause(
     name: str, measurement: Measurement | None, warmup: int, ended: Ended, events: Sequence[ScriptEvent]
 ) -> str | None:
-    """Why there is no rate, in one line. A fit that came to its end was measured, whatever the script did after it."""
+    """Why there is no rate, in one line. A fit that came to its end on all ranks was measured, whatever the script did
+    after it."""
     if measurement is None:
         return ended.cause or unmeasured(name, events, ended.code)
     steps = measurement.total_steps
@@ -226,4 +235,5 @@ def _cause(
         return ended.cause or f"{name} exited after {steps} steps, inside its fit{why}"
     if measurement.samples_per_s is None and steps is not None and steps <= warmup:
         return f"the fit of {name} ended after {steps} steps, before the window, which opens after {warmup}"
-    return None
+    dead = (event for event in events if event.event == "exception" and event.measured and event.rank)
+    return next((f"rank {each.rank} died in its fit at step {each.step}: {each.why}" for each in dead), None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
-from fastloop.records.secrets import Scrubber
+from fastloop.records.secrets import make_scrubber
 from fastloop.records.trial import Trial
 
 
@@ -23,12 +24,51 @@ class Failed(Exception):
         super().__init__(text)
 
 
-def failed(trial: Trial) -> Failed:
-    """What to end with where the training as it is did not come to its end."""
+def failed(trial: Trial, resume: Path | None = None) -> Failed:
+    """What to end with where the training as it is did not come to its end.
+
+    Args:
+        resume: the directory of a command that can go on from there.
+    """
     own = trial.code == 2  # the child's configuration error, in its own words
     cause = trial.cause or "it was too short to measure a rate"
-    text = trial.tail if own and trial.tail else f"{trial.tail}\nfastloop: the run failed: {cause}"
+    last = f"fastloop: the run failed: {cause}{advise(trial, resume)}"
+    text = trial.tail if own and trial.tail else f"{trial.tail}\n{last}"
     return Failed(text.lstrip("\n"), exit_code=2 if own else 1)
+
+
+FREE_MEMORY = "free the device: nvidia-smi lists what holds its memory"
+_MEMORY = re.compile(r"out of memory|can't allocate memory|\bMemoryError\b|ALLOC_FAILED", re.IGNORECASE)
+
+
+def ran_out_of_memory(trial: Trial) -> bool:
+    """Whether a training says that no memory was left; one that the kernel killed for it says nothing."""
+    return bool(_MEMORY.search(f"{trial.cause}\n{trial.tail}")) and "SIGKILL" not in str(trial.cause)
+
+
+def advise(trial: Trial, resume: Path | None = None) -> str:
+    """A line that says what to do about a training that failed, where its cause tells or the command can go on."""
+    steps = [suggest_next(trial), None if resume is None else f"continue with --resume {resume}"]
+    text = ", then ".join(step for step in steps if step)
+    return f"\n  do  {text}" if text else ""
+
+
+def suggest_next(trial: Trial) -> str | None:
+    """What to do about a training that failed, where its cause tells."""
+    cause = trial.cause or ""
+    if ran_out_of_memory(trial):
+        return f"train with smaller micro-batches, or {FREE_MEMORY}"
+    if "SIGKILL" in cause:
+        return (
+            "where dmesg tells of the out-of-memory killer, use fewer workers or smaller batches; else start it again"
+        )
+    if "is stopped from outside" in cause:
+        return "start it again, and let nothing stop its processes: Ctrl-Z, a debugger or kill -STOP did"
+    if cause.startswith("hung"):
+        return "see above where its processes stood, and look for what they wait for"
+    if cause.startswith("exceeded its time limit"):
+        return "give it more time with --limit SECONDS, or fewer steps"
+    return None
 
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
@@ -42,7 +82,7 @@ def first_rank() -> bool:
 @contextlib.contextmanager
 def explained(config: Config, where: Path) -> Iterator[None]:
     """End a training that raised or was stopped with what happened and where the part before it is; no secret in it."""
-    hide = Scrubber(config.values).text
+    hide = make_scrubber(config.values).text
     report = where / "report.md"
     before = _written(report)
 

@@ -91,20 +91,21 @@ def supervise(
         KeyboardInterrupt, SystemExit: whatever is raised while it waits, once the command and all it started are gone.
     """
     limits = limits or Limits()
-    for name in (STDOUT, STDERR, BEAT):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / STDOUT, folder / STDERR, *folder.glob(f"{BEAT}*")):
+        path.unlink(missing_ok=True)
     begun = time.monotonic()
     with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
         started = reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         with _held(started, limits.grace_s) as (process, hold):
             why = _wait(hold, folder, limits, progress, _Work(process.pid, min(WORK_S, limits.silent_s / 4)))
+            ranks = "" if why is None else _describe_ranks(folder)
             if why is not None and stacks:
                 ask(process.pid)
                 _gone(hold, LOOK_S)
     step, tail = steps_done(folder)[0], last_lines(folder / STDERR)
     return Ended(
         code=process.returncode,
-        cause=_cause(process.returncode, why, step, tail),
+        cause=_cause(process.returncode, why, ranks, step, tail),
         last_step=step,
         tail=tail,
         seconds=time.monotonic() - begun,
@@ -209,11 +210,42 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def steps_done(folder: Path) -> tuple[int | None, int | None]:
     """Optimizer steps done and to be done, as the command's ``beat`` says; None where it says nothing."""
+    step, steps, _ = _read_beat(folder / BEAT)
+    return step, steps if steps is not None and steps > 0 else None
+
+
+def _read_beat(path: Path) -> tuple[int | None, int | None, int | None]:
+    """Steps done, steps to be done and process, as one rank says; see `bridge/trials/heartbeat.py`."""
     try:
-        step, steps = (folder / BEAT).read_text().split()
-        return int(step), int(steps) if int(steps) > 0 else None
+        step, steps, *process = (int(number) for number in path.read_text().split())
+        return step, steps, process[0] if process else None
     except (OSError, ValueError):
-        return None, None
+        return None, None, None
+
+
+def _describe_ranks(folder: Path) -> str:
+    """Of a command that is still there: which of its ranks is stopped, gone or behind; empty where none is."""
+    beats = {int(path.suffix[1:] or 0): _read_beat(path) for path in folder.glob(f"{BEAT}*")}
+    furthest = max((step for step, _, _ in beats.values() if step is not None), default=None)
+    states = {rank: _describe_process(process) for rank, (_, _, process) in beats.items()}
+    told = [
+        f"rank {rank}{f' (process {process})' if process else ''} {states[rank] or 'is behind'} at step {step}"
+        for rank, (step, _, process) in sorted(beats.items())
+        if states[rank] or step != furthest
+    ]
+    others = f", the others at step {furthest}" if len(beats) > len(told) else ""
+    return f"; {', '.join(told)}{others}" if told else ""
+
+
+def _describe_process(process: int | None) -> str | None:
+    """What keeps a process from going on; None where it may."""
+    try:
+        state = psutil.Process(process).status() if process else None
+    except psutil.Error:
+        state = psutil.STATUS_DEAD
+    if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return "is stopped from outside"
+    return "has ended" if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE) else None
 
 
 def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
@@ -229,10 +261,10 @@ def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
     return "\n".join([*stacks, *rest[-(min(lines, BESIDE_STACKS) if stacks else lines) :]])
 
 
-def _cause(code: int, why: str | None, step: int | None, tail: str) -> str | None:
+def _cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) -> str | None:
     at = "" if step is None else f" at step {step}"
     if why is not None:
-        return f"{why}{at}; it was ended"
+        return f"{why}{ranks or at}; it was ended"
     if code == 0:
         return None
     if code < 0:

@@ -23,8 +23,8 @@ from fastloop.experiments.trials.supervise import Limits
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.run_files import MEASUREMENT
-from fastloop.records.secrets import Scrubber
-from fastloop.records.trial import ANSWERS, TrialAnswer
+from fastloop.records.secrets import Scrubber, make_scrubber
+from fastloop.records.trial import ANSWERS, Ledger, TrialAnswer
 from fastloop.records.trial import Trial as Trial
 from fastloop.records.trial import Variation as Variation
 
@@ -33,7 +33,7 @@ TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
 NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """What a trial writes into its directory beside the files of a run."""
 UNWRITTEN = "checkpoints outside of the run directories were left alone: the time of writing them is missing"
-PER_RANK = ("ledger*.json", "gradients*.pt")
+PER_RANK = ("ledger*.json", "gradients*.pt", f"{supervise.BEAT}.*")
 
 _NOT_FOR_CHILDREN = (
     "FASTLOOP_",
@@ -116,7 +116,7 @@ def run_trial(
         why="each trial starts its own ranks",
         do="run this command once, without torchrun or srun; run.devices sets the ranks",
     )
-    hide = Scrubber(job.config().values).text
+    hide = make_scrubber(job.config().values)
     run_dir.mkdir(parents=True, exist_ok=True)
     clear(run_dir)
     say = None if progress is None else (lambda line: progress(f"{name}: {line}"))
@@ -130,19 +130,22 @@ def run_trial(
             stacks=True,
             progress=say,
         )
+    for name_of_output in (supervise.STDOUT, supervise.STDERR):
+        hide_in(run_dir / name_of_output, hide)
     measurement, answer = load_results(run_dir, job.variation)
     cause = ended.cause and _in_its_words(ended.cause, ended.tail)
     if cause is None and (answer if job.variation in ANSWERS else measurement) is None:
         cause = "it ended without a result"
+    cause = cause or describe_dead_rank(run_dir, measurement)
     trial = Trial(
         name=name,
         ok=cause is None,
-        cause=cause and hide(cause),
+        cause=cause and hide.text(cause),
         seconds=ended.seconds,
         run_dir=run_dir,
         code=ended.code,
         last_step=ended.last_step,
-        tail=hide(ended.tail) if cause else "",
+        tail=hide.text(ended.tail) if cause else "",
         measurement=measurement,
         answer=answer,
         unsaved=(run_dir / UNSAVED).is_file(),
@@ -151,11 +154,37 @@ def run_trial(
     return trial
 
 
+def hide_in(path: Path, hide: Scrubber) -> None:
+    """Take the known secrets out of what a command has written."""
+    said = path.read_text(encoding="utf-8", errors="surrogateescape")
+    if (clean := hide.text(said)) != said:
+        path.write_text(clean, encoding="utf-8", errors="surrogateescape")
+
+
 def load_results(run_dir: Path, variation: Variation) -> tuple[Measurement | None, TrialAnswer | None]:
     """What a trial has left in its directory: the measurement of its run, and the answer where it has one."""
     kind = ANSWERS.get(variation)
     answer = None if kind is None else store.load(run_dir / ANSWER, kind)
     return store.load(run_dir / MEASUREMENT, Measurement), answer
+
+
+def describe_dead_rank(run_dir: Path, measurement: Measurement | None) -> str | None:
+    """Which rank's fit did not come to its end although rank 0's did, and by what; None where all did.
+
+    Each rank leaves a record with rank 0 and, where one is kept, a ledger in the directory. One that left neither was
+    killed: at the latest when rank 0, which waits for the records, had gone.
+    """
+    seen = measurement or Measurement()
+    ends = {each.get("rank"): each.get("ended_by") for each in seen.ranks}
+    steps: dict[int | None, int | None] = {}
+    for path in run_dir.glob("ledger*.json"):
+        if (ledger := store.load(path, Ledger)) is not None:
+            steps[ledger.rank] = ledger.optimizer_steps
+            ends[ledger.rank] = (ledger.ended_by or "an exception") if ledger.partial else ends.get(ledger.rank)
+    for rank in range(1, seen.world_size):
+        if ended_by := ends.get(rank, "it was killed, or hung" if steps else None):
+            return f"rank {rank} died in its fit{f' at step {steps[rank]}' if rank in steps else ''}: {ended_by}"
+    return None
 
 
 def forget(run_dir: Path) -> None:
@@ -191,7 +220,8 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_its_words(cause: str, tail: str) -> str:
-    """The cause, or what the child's own error said of it: got X: why."""
+    """The cause, or what the child's own error said of it: got X: why; said once that it failed."""
+    cause = cause.replace("fastloop: the run failed: ", "", 1)
     said = tail.rpartition("fastloop: got ")[2].splitlines()
     if not cause.startswith("exit code") or len(said) < 2 or not said[1].startswith("  why "):
         return cause

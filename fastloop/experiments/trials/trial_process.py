@@ -24,6 +24,7 @@ from fastloop.experiments.trials.failures import Failed, explained, first_rank
 from fastloop.experiments.trials.trial import ANSWER, UNSAVED, Job, Request
 from fastloop.records import store
 from fastloop.records.run_files import PlanFile
+from fastloop.records.secrets import make_scrubber
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     try:
         config = job.config()
         with explained(config, out):
-            answer = _do(job, config, out)
+            answer = make_scrubber(config.values).clean(_do(job, config, out))
     except FastLoopError as error:
         return _end(f"fastloop: {error}", error.exit_code)
     except Failed as failure:

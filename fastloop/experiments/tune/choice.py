@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from fastloop.experiments.trials.failures import FREE_MEMORY
 from fastloop.ladder import cards
 from fastloop.records.card import SearchSpace, Tunable
 from fastloop.records.tuning import Point
@@ -20,6 +21,8 @@ HEADROOM = 0.7
 """Nor will it be beside a training that wants CPUs too: a climb takes the first count below this without training."""
 FASTER = 0.9
 """Of the time with fewer: more workers whose loader needs more than this share of it are no faster."""
+OUT_OF_MEMORY = "out of memory"
+"""Why a value could not be measured that needs more than there is."""
 HOPE = 1.5
 """Workers share the work no better than evenly, by more than this share of what would be enough."""
 
@@ -144,9 +147,13 @@ def explain(
     pct = f"{100 * number.tolerance:g} %"
     if base not in ms:
         text = f"the unchanged training failed: {first[base].why}" if base in first else "nothing was measured"
+        if base in first and first[base].why == OUT_OF_MEMORY:
+            text += f"; train with smaller micro-batches, or {FREE_MEMORY}"
     elif not others:
         causes = [each.why for each in points if each.value != base]
         text = f"no value could be measured: {causes[0]}" if causes else number.no_values
+        if causes[:1] == [OUT_OF_MEMORY]:
+            text += f"; keep {base}, or {FREE_MEMORY}, and tune again"
     elif best is None:
         fastest = min(others, key=lambda value: others[value])
         text = (

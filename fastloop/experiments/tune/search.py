@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,13 @@ from fastloop.config.loading import Config
 from fastloop.evidence import machine
 from fastloop.experiments.ab.arms import Ask, ConfigArm, Progress
 from fastloop.experiments.ab.results import hardware
+from fastloop.experiments.trials.failures import ran_out_of_memory
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Trial, Variation, finished
 from fastloop.experiments.tune.choice import (
     AMPLE,
     FEW,
+    OUT_OF_MEMORY,
     choose,
     explain,
     is_hopeless,
@@ -43,7 +44,6 @@ FIRST = "as-it-is"
 """The training without the rung, which every search begins with."""
 LEAST_STEPS = 30
 """Of a window; more where its queues ask for more (`bridge/watch/measurement.py`: ten times what they hold)."""
-_MEMORY = re.compile(r"out of memory|can't allocate memory|\bMemoryError\b|ALLOC_FAILED", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +291,7 @@ def make_point(value: int, trial: Trial, rung: str | None) -> Point:
         rung: what has to have been active in it.
     """
     if not trial.ok:
-        memory = _MEMORY.search(f"{trial.cause}\n{trial.tail}") and "SIGKILL" not in str(trial.cause)
-        return Point(value=value, ok=False, why="out of memory" if memory else trial.cause)
+        return Point(value=value, ok=False, why=OUT_OF_MEMORY if ran_out_of_memory(trial) else trial.cause)
     if rung is not None and (idle := explain_inactive(trial.run_dir, rung)) is not None:
         return Point(value=value, ok=False, why=f"{rung} is inactive: {idle}")
     found = trial.measurement or Measurement()

@@ -32,7 +32,8 @@ def _no_trace(seen: Measurement) -> list[str]:
 
 def _uneven(seen: Measurement) -> list[str]:
     """Some steps are so long that the means are theirs."""
-    times = uneven(seen)
+    known_ms = (seen.evidence.get("compilation") or {}).get("ms_per_step")
+    times = uneven(seen, known_ms or 0.0)
     return (
         []
         if times is None

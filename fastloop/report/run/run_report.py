@@ -41,7 +41,8 @@ def build_document(
     """
     pictures, titles = figures.draw(seen), summary.list_titles(findings)
     headline = summary.choose_title(titles)
-    is_good = findings and findings[0].bottleneck in _GOOD and "NOT FAST" not in headline
+    first = findings[0] if findings else None
+    is_good = first and not first.alarm and first.bottleneck in _GOOD and "NOT FAST" not in headline
     about = (summary.describe_setting(seen, name), summary.describe_devices(seen), summary.describe_window(seen))
     ceiling = summary.describe_first_ceiling(seen, findings).replace("   ", " \u00b7 ")
     sections = [
@@ -49,7 +50,7 @@ def build_document(
         *_narrow(seen, pictures),
         _titled(tables.tabulate_parts(seen)),
         *(_titled(table) for table in optional_tables.tabulate_all(seen) if len(table.head) != 2),
-        _rungs(plan, verdicts),
+        _rungs(plan, verdicts, seen),
         Section(title="What these figures depend on", listed=seen.state),
         Section(
             title="Configuration that differs from the baseline",
@@ -101,6 +102,7 @@ def _narrow(seen: Measurement, pictures: Mapping[str, Picture | Chart]) -> list[
         Section(title="Kernels and idle time", pictures=drawn.get("kernels", ()), is_narrow=True),
         Section(title="The ranks' steps", pictures=drawn.get("ranks", ()), is_narrow=True),
         _titled(tables.tabulate_step(seen), is_narrow=True),
+        *(_titled(once, is_narrow=True) for once in [tables.tabulate_one_time(seen)] if once.rows),
         *(_titled(table, is_narrow=True) for table in optional_tables.tabulate_all(seen) if len(table.head) == 2),
     ]
 
@@ -169,10 +171,12 @@ def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, ha
     )
 
 
-def _rungs(plan: Plan, verdicts: Sequence[Verdict]) -> Section:
+def _rungs(plan: Plan, verdicts: Sequence[Verdict], seen: Measurement) -> Section:
     return Section(
         title="Rungs",
         table=tables.tabulate_rungs(verdicts),
-        notes=(f"Parity class of the plan: {plan.parity}.",) if verdicts else (),
+        notes=(f"Parity class of the plan: {plan.parity}.", *summary.list_pay_backs(seen, verdicts))
+        if verdicts
+        else (),
         listed=tuple(f"`{rung}`: {note}" for rung, note in tables.list_rung_notes(plan)),
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
 from fastloop.report.run import caveats
@@ -59,6 +59,8 @@ STYLES = {
 }
 """By the name of the part."""
 MOST_LINES = 12
+WORTH_A_WORD_S = 0.05
+"""One-time costs below this are not named."""
 BAR_CELLS = 22
 
 
@@ -102,11 +104,14 @@ def lines(
         later: what to try once the device is the limit.
     """
     titles = list_titles(findings)
-    head = [write_headline(seen, titles, name), *_list_reasons(findings, titles)]
+    alarms = [finding.alarm for finding in findings if finding.alarm]
+    head = [write_headline(seen, titles, name, alarms), *_list_reasons(findings, titles)]
     took = [f"{verdict.rung} ({_flatten(verdict.why)})" for verdict in verdicts if verdict.took]
     figures = (_draw_bar(seen), _describe_rates(seen), describe_work(seen), describe_first_ceiling(seen, findings))
     kinds: list[tuple[str, list[str]]] = [
         ("", list(filter(None, figures))),
+        ("ONE-TIME", [text] if (text := describe_one_time(seen)) else []),
+        ("PAY-BACK", list_pay_backs(seen, verdicts)),
         ("TOOK", [f"[{plan.parity}] {'; '.join(took)}"] if took else []),
         ("CHANGES", [_flatten(line) for line in list_loop_changes(plan, verdicts)]),
         ("INACTIVE", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is False]),
@@ -152,10 +157,14 @@ def _flatten(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def write_headline(seen: Measurement, titles: Sequence[str], name: str = "") -> str:
-    """The first line: what holds the loop up, of which run, measured over which steps, and what to hold against it."""
+def write_headline(seen: Measurement, titles: Sequence[str], name: str = "", alarms: Sequence[str] = ()) -> str:
+    """The first line: what holds the loop up, of which run, measured over which steps, and what to hold against it.
+
+    Args:
+        alarms: figures that must not be overlooked, see ``Finding.alarm``.
+    """
     phrases = [
-        f"fastloop {choose_title(titles)}",
+        ": ".join([f"fastloop {choose_title(titles)}", *(["; ".join(alarms)] if alarms else [])]),
         describe_setting(seen, name),
         describe_devices(seen),
         describe_window(seen),
@@ -203,6 +212,45 @@ def list_flags(seen: Measurement) -> list[str]:
         count = f": {count_steps(seen.steps)}" if seen.steps < 10 else " for its queues"
         phrases.append(f"window too short{count}")
     return phrases
+
+
+def describe_one_time(seen: Measurement) -> str:
+    """Seconds that no later step pays again, by cause; empty where none is worth a line."""
+    known = [(cause, seen.one_time_s.get(cause)) for cause in dict.fromkeys((*ONE_TIME, *seen.one_time_s))]
+    return ", ".join(
+        f"{cause.replace('_', ' ')} {format_s(seconds)}"
+        for cause, seconds in known
+        if seconds is not None and seconds >= WORTH_A_WORD_S
+    )
+
+
+def format_s(seconds: float | None) -> str:
+    """Seconds for people: 41 s, 3.2 s."""
+    return number(seconds, ",.1f" if seconds is not None and seconds < 10 else ",.0f", "s")
+
+
+def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
+    """For each rung that was rehearsed and costs something once: when it would have paid that back. No verdict."""
+    found = []
+    for verdict in verdicts:
+        tried, after = verdict.rehearsed, verdict.pays_back_after_steps
+        if tried is None or tried.eager_ms is None or tried.changed_ms is None:
+            continue
+        took_s, less_ms = seen.one_time_s.get(verdict.rung), tried.eager_ms - tried.changed_ms
+        took = verdict.rung if took_s is None else f"{verdict.rung} took {format_s(took_s)}"
+        change = f"{short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
+        if after is None:
+            when = "would not pay back" if less_ms <= 0 else "when it would pay back is not known"
+        else:
+            when = f"would pay back after about {short(_round(after))} steps"
+        has = "" if seen.total_steps is None else f", this run has {seen.total_steps:,d}"
+        found.append(f"{took}; on the rehearsed batch {change} (no verdict): {when}{has}")
+    return found
+
+
+def _round(steps: float) -> float:
+    """To two digits: an estimate."""
+    return steps if steps < 10 or not math.isfinite(steps) else round(steps, 1 - math.floor(math.log10(steps)))
 
 
 def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:

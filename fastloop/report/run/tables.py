@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastloop.records.measurement import PARTS, Measurement
+from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment, Machine, TorchFlags
 from fastloop.report.drawing.document import Table
@@ -80,6 +80,29 @@ def format_share(part: float | None, whole: float | None) -> str:
     if part is None or whole is None or not whole > 0:
         return "n/a"
     return number(100 * part / whole)
+
+
+ONE_TIME_WORDS = (
+    "compiles of the training",
+    "compiles of the validation",
+    "trying kernels while compiling",
+    "from the workers' start to the first batch",
+    "rehearsals, without their compiles",
+    "filling caches",
+)
+"""The causes of one-time costs, in their order."""
+
+
+def tabulate_one_time(seen: Measurement) -> Table:
+    """Seconds of the whole fit that no later step pays again; no rows in files of older versions."""
+    words = dict(zip(ONE_TIME, ONE_TIME_WORDS, strict=True))
+    causes = [cause for cause in dict.fromkeys((*ONE_TIME, *seen.one_time_s)) if cause in seen.one_time_s]
+    rows = [(words.get(cause, cause.replace("_", " ")), summary.format_s(seen.one_time_s[cause])) for cause in causes]
+    again = (seen.evidence.get("compilation") or {}).get("ms_per_step")
+    note = "Of the whole fit, warm-up included. In no figure of the step."
+    if again is not None:
+        note = f"Compiles went on through the timed steps, and {short(again, 'ms')} of each are theirs (host, other)."
+    return Table(title="One-time costs", head=("cause", "seconds"), rows=tuple(rows), numeric=(1,), note=note)
 
 
 def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str, str]]:

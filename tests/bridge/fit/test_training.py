@@ -23,6 +23,7 @@ from fastloop.bridge.fit import training
 from fastloop.bridge.fit.recipe_modules import FOLDER
 from fastloop.config.loading import Config, load
 from fastloop.errors import ConfigError, FastLoopError
+from fastloop.records.secrets import Scrubber
 from tests.trainings import NET
 
 
@@ -124,7 +125,7 @@ def test_lightnings_refusal_names_the_key_it_is_about() -> None:
 def test_logged_hyperparameters_hold_no_secrets(kind: Any, here: Path) -> None:
     from tests.trainings.own_recipe.net import Settings
 
-    logger = training.RunLogger(here, name="", version="")
+    logger = training.RunLogger(here, Scrubber())
     logger.log_hyperparams(kind(lr=0.1, hf_token="hunter2", settings=Settings(api_key="hunter2", batch=7)))
     logger.log_hyperparams()
     logger.save()

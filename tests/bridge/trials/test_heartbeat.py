@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
 from fastloop.bridge.fit.training import ProgressLines
-from fastloop.bridge.trials import heartbeat
 from fastloop.bridge.trials.heartbeat import Beats
 from tests import models
 
@@ -21,31 +21,36 @@ class Looks(L.Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.train: list[str] = []
+        self.train: list[int] = []
         self.val: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.train.append(self.path.read_text())
+        self.train.append(said(self.path)[0])
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         self.val.append(self.path.stat().st_mtime_ns)
 
 
-def test_each_batch_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.0)
+def said(path: Path) -> list[int]:
+    """Steps done, steps to be done and process, as a beat says them."""
+    return [int(number) for number in path.read_text().split()]
+
+
+def test_each_batch_beats(tmp_path: Path) -> None:
     path = tmp_path / "beat"
     looks = Looks(path)
     trainer = models.trainer(max_epochs=2, callbacks=[Beats(path), looks], accumulate_grad_batches=2)
     trainer.fit(models.Regression(), models.loader(), models.loader(samples=24))
-    assert looks.train == [f"{step // 2} -1\n" for step in range(1, 17)]
+    assert looks.train == [step // 2 for step in range(1, 17)] and said(path) == [8, -1, os.getpid()]
     assert len(set(looks.val)) == len(looks.val) >= 6, "a validation takes its time, too"
 
 
-def test_not_more_often_than_asked(tmp_path: Path) -> None:
+def test_a_beat_leaves_nothing_of_a_longer_one_and_no_open_file(tmp_path: Path) -> None:
     path = tmp_path / "beat"
-    looks = Looks(path)
-    models.trainer(max_steps=8, callbacks=[Beats(path), looks]).fit(models.Regression(), models.loader())
-    assert looks.train[-1] == "0 8\n" and path.read_text() == "8 8\n", "the start's in between, the last at the end"
+    path.write_text("9" * 200)
+    before = len(os.listdir("/proc/self/fd"))
+    models.trainer(max_steps=8, callbacks=[Beats(path)]).fit(models.Regression(), models.loader())
+    assert said(path) == [8, 8, os.getpid()] and len(os.listdir("/proc/self/fd")) == before
 
 
 def test_only_the_hook_it_needs_is_called_for_a_batch(tmp_path: Path) -> None:
@@ -85,4 +90,4 @@ def test_the_last_step_of_a_training_that_raised(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no more"):
         models.trainer(max_steps=8, callbacks=[Beats(tmp_path / "beat")]).fit(Raises(), models.loader())
-    assert (tmp_path / "beat").read_text() == "5 8\n"
+    assert said(tmp_path / "beat") == [5, 8, os.getpid()]

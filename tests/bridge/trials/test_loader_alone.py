@@ -157,8 +157,8 @@ def test_the_pulse_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(loader_alone.Beats, "_beat", noted)
     measured("recipe.load_ms=20", *TWO, beat=tmp_path / "beat")
-    assert (tmp_path / "beat").read_text() == "0 40\n"
-    assert len(set(stamps)) >= 3, "at the start, and every half second of the window"
+    assert (tmp_path / "beat").read_text().split()[:2] == ["0", "40"]
+    assert len(set(stamps)) >= 3, "at the start, and at every batch of the window"
 
 
 def test_a_loader_without_batches_is_an_error() -> None:

@@ -95,7 +95,10 @@ def test_the_first_fit_that_trains_is_measured_and_no_other(orders: Orders) -> N
     orders(beat=str(orders.place / "beat"))
     first = trainer(max_steps=8)
     first.fit(models.Regression(), models.loader())
-    assert kinds(first) == ["Injected", "FastLoop", "Beats"] and (orders.place / "beat").read_text() == "8 8\n"
+    assert kinds(first) == ["Injected", "FastLoop", "Beats"] and (orders.place / "beat").read_text().split()[:2] == [
+        "8",
+        "8",
+    ]
     assert orders.measured()["total_steps"] == 8 and orders.measured()["samples_per_s"] > 0
     first.fit_loop.epoch_loop.max_steps, first.fit_loop.max_epochs = 12, 2
     first.fit(models.Regression(), models.loader())

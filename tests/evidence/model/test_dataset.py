@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
+import queue
 import random
+import socket
 import sqlite3
 import threading
 import types
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +247,199 @@ def test_unpicklable_names_the_innermost_place() -> None:
     assert unpicklable(Items(deep={"lock": threading.Lock()})) == "dataset.deep['lock'] (lock)"
     assert unpicklable(functools.partial(max, threading.Lock()), "collate_fn") == "collate_fn.args[0] (lock)"
     assert "<lambda>" in str(unpicklable(lambda batch: batch, "collate_fn"))
+
+
+# -- what copies in workers would mix up or change -------------------------------------------------------------------
+
+
+class Remote:
+    """A user's own client, with its connection somewhere inside."""
+
+    def __init__(self, connection: Any) -> None:
+        self.pool = {"one": connection}
+
+
+CONNECTION = socket.socket()
+CONNECTION.close()
+REMOTE = Remote(CONNECTION)
+
+
+class AsksGlobal(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.ask(index)
+
+    def ask(self, index: int) -> Any:
+        return REMOTE, index
+
+
+def ask_global(samples: Any) -> Any:
+    return REMOTE, samples
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        (CONNECTION, "is a connection or a client of one"),
+        (Remote(CONNECTION), "is a connection or a client of one"),
+        (fake("redis.client", "Redis"), "is a connection or a client of one"),
+        (fake("requests.sessions", "Session"), "is a connection or a client of one"),
+        (fake("botocore.client", "S3"), "is a connection or a client of one"),
+        (fake("psycopg2.extensions", "connection"), "is a connection or a client of one"),
+        (fake("zmq.sugar.socket", "Socket"), "is a connection or a client of one"),
+        (fake("grpc._channel", "Channel"), "is a connection or a client of one"),
+        (queue.Queue(), "runs threads or processes"),
+        (ThreadPoolExecutor(1), "runs threads or processes"),
+        ((number for number in range(3)), "is an iterator"),
+        (itertools.count(), "is an iterator"),
+        (np.random.default_rng(0), "is a random generator"),
+        (random.Random(0), "is a random generator"),
+        (torch.Generator(), "is a random generator"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "is a part of the training"),
+    ],
+)
+def test_what_workers_would_share_or_copy_is_named(member: Any, reason: str) -> None:
+    (found,) = worker_hazards(Items(member=member))
+    assert found.startswith("dataset.member") and reason in found
+    assert reason in worker_hazards(Items(), functools.partial(max, member))[0]
+
+
+def test_what_a_dataset_reads_from_its_module_is_looked_at() -> None:
+    assert worker_hazards(AsksGlobal())[0].startswith("REMOTE.pool['one'] (socket) is a connection")
+    assert worker_hazards(Items(), ask_global)[0].startswith("REMOTE.pool['one'] (socket) is a connection")
+
+    class NamesOnly(Items):
+        def __getitem__(self, index: int) -> Any:
+            return index.REMOTE  # type: ignore[attr-defined]
+
+    assert worker_hazards(NamesOnly()) == ()
+
+
+CALLS = 0
+SEEN: list[int] = []
+
+
+class ByHelper(Items):
+    def __getitem__(self, index: int) -> int:
+        return self.look(index)
+
+    def look(self, index: int) -> int:
+        self.lookups += 1
+        return index
+
+
+class InTable(Items):
+    def __getitem__(self, index: int) -> int:
+        self.counts["all"] += 1
+        return index
+
+
+class OnClass(Items):
+    total = 0
+
+    def __getitem__(self, index: int) -> int:
+        type(self).total += 1
+        return index
+
+
+class Collects(Items):
+    def __getitem__(this, index: int) -> int:
+        this.order.append(index)
+        return index
+
+
+class Moves(Items):
+    def __getitem__(self, index: int) -> int:
+        self.state = hash(self.state)
+        return index
+
+
+class CountsCalls:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, sample: Any) -> Any:
+        self.calls += 1
+        return sample
+
+
+def count_globally(samples: Any) -> Any:
+    global CALLS
+    CALLS += 1
+    return samples
+
+
+def collect_globally(samples: Any) -> Any:
+    SEEN.append(len(samples))
+    return samples
+
+
+def make_counter() -> Any:
+    calls = 0
+
+    def count(samples: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return samples
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "place"),
+    [
+        (ByHelper(lookups=0), None, "dataset.lookups"),
+        (InTable(counts={"all": 0}), None, "dataset.counts"),
+        (OnClass(), None, "dataset.total"),
+        (Collects(order=[]), None, "dataset.order"),
+        (Moves(state=1), None, "dataset.state"),
+        (Items(transform=CountsCalls()), None, "dataset.transform.calls"),
+        (Items(), CountsCalls(), "collate_fn.calls"),
+        (Items(), count_globally, "collate_fn (the outer CALLS)"),
+        (Items(), collect_globally, "collate_fn (the outer SEEN)"),
+        (Items(), make_counter(), "collate_fn (the outer calls)"),
+    ],
+)
+def test_counters_under_any_name_are_found(dataset: Any, collate: Any, place: str) -> None:
+    expected = f"{place} changes between epochs or samples, and workers hold copies of it"
+    assert worker_hazards(dataset, collate) == (expected,)
+
+
+class Harmless(Items):
+    """What ordinary datasets do for a sample."""
+
+    def __init__(self) -> None:
+        super().__init__(cache={}, file=None, log=None)
+        self.made = [1]
+        self.made.append(2)
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = self.file or Path("/")
+        self.log = None if self.log is None else self.log
+        if index not in self.cache:
+            self.cache[index] = index
+        rows, count = [], 0
+        rows.append(np.append([1], [2]))
+        count += 1
+        label: dict[str, int] = {}
+        label.update(a=count)
+        return self.cache[index], rows, label
+
+
+def stack(samples: Any) -> Any:
+    parts = {"x": []}
+    for sample in samples:
+        parts["x"].append(sample)
+    return parts
+
+
+def test_what_ordinary_datasets_do_is_no_state() -> None:
+    assert worker_hazards(Harmless(), stack) == ()
+    assert worker_hazards(Items(transform=functools.partial(stack)), lambda samples: stack(samples)) == ()
+    assert worker_hazards(Subset(TensorDataset(torch.zeros(3)), [0]), torch.utils.data.default_collate) == ()
+
+
+def test_transforms_of_libraries_are_no_state() -> None:
+    from torchvision import transforms
+
+    composed = transforms.Compose([transforms.RandomCrop(8), transforms.ColorJitter(), transforms.ToTensor()])
+    assert worker_hazards(Items(transform=composed)) == ()

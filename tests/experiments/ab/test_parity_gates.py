@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from fastloop.experiments.ab import parity_gates
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.trials.trial import Trial
+from fastloop.records.measurement import Measurement
 from fastloop.records.store import to_json
 from tests.experiments.made_arms import MadeArm
 
@@ -49,6 +51,20 @@ def test_the_ledger_is_compared_run_by_run_and_rank_by_rank(tmp_path: Path) -> N
     rank_1["steps"][4][0] = "other"
     rewrite(arms[0], "ledger-1.json", rank_1)
     assert parity_gates.ledger(pairs, "exact").passed is False
+
+
+def test_a_rank_that_ended_badly_is_no_rank_that_saw_the_same(tmp_path: Path) -> None:
+    base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
+    both = [Measurement(world_size=2)] * 2
+    pairs = [tuple(replace(each, measurement=seen) for each, seen in zip((base, arm), both, strict=True))]
+    gate = parity_gates.ledger(pairs, "exact")  # type: ignore[arg-type]
+    assert gate.passed is None and gate.is_testable and gate.why == "a run left no ledger-1.json", "it was killed"
+    for side in (base, arm):
+        content = json.loads((side.run_dir / "ledger.json").read_text()) | {"rank": 1, "partial": side is arm}
+        rewrite(side, "ledger-1.json", content)
+    gate = parity_gates.ledger(pairs, "exact")  # type: ignore[arg-type]
+    assert gate.passed is None and gate.is_testable
+    assert gate.why == "rank 1 of the arm did not come to the end of its training"
 
 
 def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:

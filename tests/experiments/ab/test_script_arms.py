@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,19 @@ def test_a_script_that_hangs_is_ended_and_says_where(tmp_path: Path, newborns: C
     assert not newborns()
 
 
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+def test_a_run_in_which_a_rank_died_has_failed_although_the_first_ended_well(tmp_path: Path) -> None:
+    tries = ScriptArm(name="arm", command=command_of(str(TRAIN.parents[1] / "planted_scripts" / "uneven.py")))
+    found = tries.run("arm", tmp_path, Ask(steps=60, warmup=5, ledger=True))
+    assert found.code == 0 and found.measurement is not None and not found.measurement.partial, "rank 0 saw nothing"
+    assert found.measurement.total_steps == 45 and not told(tmp_path / "ledger.json")["partial"]
+    assert not found.ok and found.samples_per_s is None and finished(tmp_path) is None
+    # It may be killed with the run, when rank 0 has gone, before it has said that the connection was closed.
+    assert re.match(r"rank 1 died in its fit( at step 45: RuntimeError: .+|: it was killed)", found.cause or "")
+
+
 def test_what_is_no_lightning_script(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('hello')\n")
     tries = ScriptArm(name="arm", command=command_of("plain.py"))
@@ -199,6 +213,14 @@ def test_a_fit_that_came_to_its_end_counts(measured: dict[str, Any] | None, ende
     events = [] if measured is None else [ScriptEvent(event="exception", why="SystemExit: 0")]
     found = script_arms._cause("x", decode(measured, Measurement), 20, ended, events)
     assert found is cause if cause is None else str(found).startswith(cause)
+
+
+def test_a_fit_ends_on_all_its_ranks() -> None:
+    whole = Measurement(samples_per_s=3.0, total_steps=30, world_size=2)
+    died = ScriptEvent(event="exception", rank=1, step=12, measured=True, why="RuntimeError: closed")
+    cause = script_arms._cause("x", whole, 20, WELL, [ScriptEvent(event="fit_ended", measured=True), died])
+    assert cause == "rank 1 died in its fit at step 12: RuntimeError: closed"
+    assert script_arms._cause("x", whole, 20, WELL, [replace(died, measured=False)]) is None, "of another fit"
 
 
 @pytest.mark.parametrize(("answer", "code", "ok"), [({"deviation": 0.0}, 0, True), (None, 0, False), (None, 1, False)])

@@ -2,12 +2,55 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fastloop.experiments.trials.failures import Failed
+from fastloop.experiments.trials.failures import Failed, failed, ran_out_of_memory
+from fastloop.records.trial import Trial
 
 
 def test_a_failure_carries_its_text_and_code() -> None:
     assert (str(Failed("said")), Failed("said").exit_code, Failed("", exit_code=130).exit_code) == ("said", 1, 130)
     with pytest.raises(TypeError, match="positional"):
         Failed("said", 2)  # type: ignore[misc]
+
+
+def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
+    return Trial(name="base", ok=False, cause=cause, seconds=1.0, run_dir=Path("a"), code=code, tail=tail)
+
+
+@pytest.mark.parametrize(
+    ("cause", "do"),
+    [
+        (
+            "exit code 1 at step 3: torch.OutOfMemoryError: CUDA out of memory",
+            "smaller micro-batches, or free the device",
+        ),
+        ("killed by SIGKILL at step 12: out of memory, or killed from outside", "else start it again"),
+        ("hung: no step for 6 s; rank 1 (process 7) is stopped from outside at step 12", "kill -STOP did"),
+        ("hung: no step, output or CPU use for 600 s at step 7; it was ended", "look for what they wait for"),
+        ("exceeded its time limit of 60 s at step 7; it was ended", "--limit SECONDS"),
+    ],
+)
+def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:
+    cause_line, do_line = str(failed(trial(cause))).splitlines()
+    assert cause_line == f"fastloop: the run failed: {cause}" and do_line.startswith("  do  ") and do in do_line
+
+
+def test_a_failure_says_how_to_go_on_where_that_is_possible() -> None:
+    text = str(failed(trial("killed by SIGKILL at step 12: out of memory, or killed from outside"), Path("climbs/a")))
+    assert text.endswith("else start it again, then continue with --resume climbs/a")
+    unknown = trial("exit code 1: no luck")
+    assert str(failed(unknown, Path("b"))).endswith("exit code 1: no luck\n  do  continue with --resume b")
+    assert "  do  " not in str(failed(unknown)), "nothing is known to do"
+
+
+def test_what_the_configuration_said_is_not_explained_again() -> None:
+    own = failed(trial("exit code 2: got it", "fastloop: got it\n  why\n  do  that", code=2), Path("b"))
+    assert str(own) == "fastloop: got it\n  why\n  do  that" and own.exit_code == 2
+
+
+def test_a_killed_process_did_not_say_that_memory_was_short() -> None:
+    assert ran_out_of_memory(trial("exit code 1: died", "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED"))
+    assert not ran_out_of_memory(trial("killed by SIGKILL: out of memory, or killed from outside"))

@@ -253,6 +253,42 @@ def test_what_an_earlier_command_left_counts_for_nothing(tmp_path: Path) -> None
     assert found.last_step is None and found.cause == "exit code 2: it said nothing"
 
 
+RANKS = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {code!r}])
+for name, step, process in (("beat", 12, os.getpid()), ("beat.1", {step}, child.pid)):
+    open(name, "w").write(f"{{step}} 25 {{process}}")
+{then}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "step", "then", "told"),
+    [
+        ("import os; os.kill(os.getpid(), 19)", 12, "", "is stopped from outside at step 12, the others at step 12"),
+        ("pass", 11, "child.wait()", "has ended at step 11, the others at step 12"),
+        ("import time; time.sleep(60)", 9, "", "is behind at step 9, the others at step 12"),
+    ],
+    ids=["stopped", "gone", "behind"],
+)
+def test_a_hung_command_says_which_rank_it_waits_for(
+    code: str, step: int, then: str, told: str, tmp_path: Path
+) -> None:
+    limits = {"silent_s": 1.5, "grace_s": 2}
+    found = ended(RANKS.format(code=code, step=step, then=then), tmp_path, ["beat", "beat.1"], limits=limits)
+    process = (tmp_path / "beat.1").read_text().split()[2]
+    silent = "hung: no step, output or CPU use for 1.5 s"
+    assert found.cause == f"{silent}; rank 1 (process {process}) {told}; it was ended" and found.last_step == 12
+    assert gone(int(process)), "a stopped process is ended, too"
+
+
+def test_ranks_that_are_level_are_not_named(tmp_path: Path) -> None:
+    code = RANKS.format(code="import time; time.sleep(60)", step=12, then="")
+    found = ended(code, tmp_path, ["beat", "beat.1"], limits={"silent_s": 1.5, "grace_s": 2})
+    assert found.cause == "hung: no step, output or CPU use for 1.5 s at step 12; it was ended"
+
+
 @pytest.mark.parametrize(
     ("beat", "steps"),
     [("3 9", (3, 9)), ("3 -1", (3, None)), ("", (None, None)), ("x", (None, None)), (None, (None, None))],

@@ -66,10 +66,35 @@ def test_a_training_that_raised_and_no_secret_in_what_is_said(tmp_path: Path) ->
         "arm", net("recipe.at=25", "run.max_steps=50", "recipe.does=raise", f"recipe.api_key={SECRET}"), tmp_path
     )
     assert not found.ok and found.code == 1 and found.cause is not None and found.samples_per_s is None
-    assert found.cause.startswith("exit code 1 at step 25: fastloop: the run failed: ValueError: no luck with the key")
+    assert found.cause.startswith("exit code 1 at step 25: ValueError: no luck with the key")
     assert "ValueError" in found.tail and found.measurement is not None and found.measurement.partial is True
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert finished(tmp_path) is None
+
+
+def test_a_training_that_prints_its_key_leaves_it_in_no_file(tmp_path: Path) -> None:
+    job = net("recipe.at=3", "run.max_steps=5", "recipe.does=tell", f"recipe.api_key={SECRET}", f"recipe.mark={SECRET}")
+    found = run_trial("arm", job, tmp_path / "a")
+    assert found.ok, found.tail
+    assert (tmp_path / "a" / "stdout.txt").read_text().count("logged in with ***\n") == 1, "the key was printed"
+    assert "logged in with ***" in (tmp_path / "a" / "stderr.txt").read_text()
+    assert not any(SECRET in path.read_text() for path in (tmp_path / "a").iterdir())
+    assert (tmp_path / SECRET).is_file(), "the file that the recipe was to write, under the name it was given"
+
+
+def test_a_rank_that_ended_badly_is_found_by_its_ledger_or_its_record(tmp_path: Path) -> None:
+    def found(*ends: Any) -> str | None:
+        ranks = tuple({"rank": rank, "ended_by": end} for rank, end in enumerate(ends))
+        return trial.describe_dead_rank(tmp_path, Measurement(world_size=2, ranks=ranks))
+
+    assert found(None) is found(None, None) is None, "without a ledger a record may have come too late"
+    assert found(None, "ValueError") == "rank 1 died in its fit: ValueError"
+    (tmp_path / "ledger.json").write_text(json.dumps({"schema": 1, "rank": 0, "partial": False}))
+    assert found(None) == "rank 1 died in its fit: it was killed, or hung", "it left neither record nor ledger"
+    assert found(None, None) is None, "on another machine, with a disk of its own"
+    ledger = {"schema": 1, "rank": 1, "partial": True, "optimizer_steps": 9, "ended_by": "OSError"}
+    (tmp_path / "ledger-1.json").write_text(json.dumps(ledger))
+    assert found(None) == found(None, None) == "rank 1 died in its fit at step 9: OSError"
 
 
 def test_checkpoints_elsewhere_are_left_alone_and_those_of_its_own_are_not(tmp_path: Path) -> None:

@@ -185,7 +185,12 @@ def test_the_users_word_stands() -> None:
 def test_no_best_value_has_its_reason() -> None:
     base, failed = Point(value=0, step_ms=45.0), Point(value=1, ok=False, why="out of memory")
     assert said([Point(value=0, ok=False, why="no luck")], None) == "the unchanged training failed: no luck"
-    assert said([base, failed], None) == "no value could be measured: out of memory"
+    none = (
+        "no value could be measured: out of memory; keep 0, or free the device: nvidia-smi lists what holds its memory"
+    )
+    assert said([base, failed], None) == f"{none}, and tune again"
+    alone = said([Point(value=0, ok=False, why="out of memory")], None)
+    assert alone.startswith("the unchanged training failed: out of memory; train with smaller micro-batches")
     assert said([Point(value=4, step_ms=45.0)], None, what="batch", base=4).endswith("there is nothing to merge")
     flat = said([base, Point(value=1, step_ms=44.9)], None)
     assert flat.startswith("no value is more than 2 % faster than the training without workers: 44.9 ms a step with 1")

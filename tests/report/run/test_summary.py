@@ -10,7 +10,7 @@ import pytest
 
 from fastloop.ladder import Ladder
 from fastloop.records.measurement import PARTS, Measurement
-from fastloop.records.plan import Change, Finding, Plan, Step, Verdict
+from fastloop.records.plan import Change, Finding, Plan, Rehearsed, Step, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
 from fastloop.report.run import summary
 from tests.report import samples
@@ -381,6 +381,90 @@ def test_no_word_of_a_speed_up() -> None:
     lines = summary.lines(SEEN, planned(), reasons, [WAITS], "report.md")
     assert BOAST.findall("\n".join(lines)) == []
     assert BOAST.findall("1.8x as fast; a speed-up of 3; FASTER than; gains 5 %")
+
+
+ONCE = {"compile": 41.2, "validation_compile": 9.87, "workers": 3.21, "rehearsal": 0.0, "autotune": None, "new": 2.0}
+
+
+def test_one_time_costs_are_one_line() -> None:
+    seen = dataclasses.replace(SEEN, one_time_s=ONCE)
+    lines = summary.lines(seen, planned(), [], [WAITS])
+    assert "ONE-TIME compile 41 s, validation compile 9.9 s, workers 3.2 s, new 2.0 s" in lines
+    for nothing in ({}, {"compile": 0.0, "workers": None}):
+        quiet = summary.lines(dataclasses.replace(SEEN, one_time_s=nothing), planned(), [], [WAITS])
+        assert not [line for line in quiet if "ONE-TIME" in line], nothing
+
+
+@pytest.mark.parametrize(
+    ("changed_ms", "after", "once", "said"),
+    [
+        (
+            28.0,
+            3417.0,
+            ONCE,
+            "compile took 41 s; on the rehearsed batch 12 ms less (no verdict):"
+            " would pay back after about 3,400 steps, this run has 60",
+        ),
+        (
+            28.0,
+            3417.0,
+            {},
+            "compile; on the rehearsed batch 12 ms less (no verdict):"
+            " would pay back after about 3,400 steps, this run has 60",
+        ),
+        (
+            28.0,
+            None,
+            ONCE,
+            "compile took 41 s; on the rehearsed batch 12 ms less (no verdict):"
+            " when it would pay back is not known, this run has 60",
+        ),
+        (
+            42.5,
+            None,
+            ONCE,
+            "compile took 41 s; on the rehearsed batch 2.5 ms more (no verdict): would not pay back, this run has 60",
+        ),
+        (
+            40.0,
+            None,
+            ONCE,
+            "compile took 41 s; on the rehearsed batch as fast (no verdict): would not pay back, this run has 60",
+        ),
+        (
+            28.0,
+            7.0,
+            ONCE,
+            "compile took 41 s; on the rehearsed batch 12 ms less (no verdict):"
+            " would pay back after about 7 steps, this run has 60",
+        ),
+    ],
+)
+def test_a_rehearsal_says_when_it_would_pay_back(changed_ms: float, after: float, once: Any, said: str) -> None:
+    tried = Rehearsed(deviation=1e-3, eager_ms=40.0, changed_ms=changed_ms)
+    verdict = Verdict(rung="compile", took=False, why="no", rehearsed=tried, pays_back_after_steps=after)
+    lines = summary.lines(dataclasses.replace(SEEN, one_time_s=once), planned(), [verdict], [WAITS])
+    assert f"PAY-BACK {said}" in lines and not BOAST.findall(said)
+    without = [Verdict(rung="amp", took=True, rehearsed=Rehearsed()), Verdict(rung="pin", took=True)]
+    assert summary.list_pay_backs(SEEN, without) == []
+
+
+def test_an_alarm_stands_in_the_first_line_and_all_fits() -> None:
+    storm = Finding(
+        bottleneck="host_other", why="x", title="COMPILING AGAIN AND AGAIN", alarm="37 times, 98 s of 122 s"
+    )
+    slow = Finding(bottleneck="compute_bound", why="y", title="SLOWER WITH COMPILE", alarm="n = 60")
+    tried = Rehearsed(eager_ms=4.0, changed_ms=3.0)
+    verdicts = [
+        Verdict(rung=name, took=took, why="w", rehearsed=tried, pays_back_after_steps=9.0)
+        for name, _ in Ladder().rungs()
+        for took in (True, False, None)
+    ]
+    seen = dataclasses.replace(SEEN, one_time_s=ONCE, tflop_per_s=3.0, state=("throttled",))
+    lines = summary.lines(seen, planned(), verdicts, [storm, slow, WAITS], "report.md")
+    assert lines[0].startswith("fastloop COMPILING AGAIN AND AGAIN: 37 times, 98 s of 122 s; n = 60   ")
+    assert len(lines) <= 12 and sum("pay back" in line for line in lines) == 1, "all in one line"
+    assert lines[0].partition("   ")[0] == "fastloop COMPILING AGAIN AND AGAIN: 37 times, 98 s of 122 s; n = 60"
 
 
 def test_patches() -> None:

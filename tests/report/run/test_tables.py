@@ -34,6 +34,22 @@ def test_rows_are_as_long_as_the_head(run: str) -> None:
         assert all(type(cell) is str for row in table.rows for cell in row)
 
 
+def test_one_time_costs_have_a_table_where_they_were_measured() -> None:
+    assert tables.tabulate_one_time(SEEN).rows == (), "an older file"
+    once = {"workers": 3.21, "compile": 41.0, "rehearsal": None, "new_cause": 0.0}
+    table = tables.tabulate_one_time(dataclasses.replace(SEEN, one_time_s=once))
+    assert table.rows == (
+        ("compiles of the training", "41 s"),
+        ("from the workers' start to the first batch", "3.2 s"),
+        ("rehearsals, without their compiles", "n/a"),
+        ("new cause", "0.0 s"),
+    )
+    assert "In no figure of the step" in table.note
+    again = {"compilation": {"ms_per_step": 60.0}}
+    table = tables.tabulate_one_time(dataclasses.replace(SEEN, one_time_s=once, evidence=again))
+    assert "60 ms of each are theirs" in table.note
+
+
 def test_the_parts_tile_the_step_and_the_host_is_a_column_of_its_own() -> None:
     seen = samples.resnet50().seen
     table = tables.tabulate_parts(seen)

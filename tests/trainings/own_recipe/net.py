@@ -109,6 +109,11 @@ def raises(asked: Settings) -> None:
     raise ValueError(f"no luck with the key {asked.api_key}")
 
 
+def tells(asked: Settings) -> None:
+    print(f"logged in with {asked.api_key}")
+    print(f"logged in with {asked.api_key}", file=sys.stderr)
+
+
 def leaves(asked: Settings) -> None:
     sys.exit("the training has had enough")
 
@@ -120,6 +125,7 @@ def hangs(asked: Settings) -> None:
 DEEDS: dict[str, Callable[[Settings], None]] = {
     "nothing": lambda asked: None,
     "print": prints,
+    "tell": tells,
     "raise": raises,
     "exit": leaves,
     "hang": hangs,

@@ -1,0 +1,142 @@
+"""What a fit pays once, seen from outside: compiles as Dynamo records them, and the start of loaders' workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastloop.bridge.watch.loader_state import find_workers
+from fastloop.evidence.clock import one_time
+from fastloop.evidence.clock.one_time import OneTime
+from fastloop.evidence.model.dynamo_graphs import shorten_reason
+from fastloop.records.measurement import AUTOTUNE, COMPILE, REHEARSAL, VALIDATION_COMPILE, WORKERS
+
+MOST_REASONS = 3
+_TUNING = ("compile_time_autotune_time_us", "runtime_triton_autotune_time_us")
+
+
+class Compilations:
+    """Every compile of this process from now on, whoever asked for it, with its place on the clock of the steps.
+
+    Reads the list of Dynamo's records, which keeps the latest 64, so it is to be asked often. Where nothing has
+    imported Dynamo nothing was compiled, and it is not imported here. torch 2.6 to 2.11 note a compile's start and end.
+
+    Args:
+        count_steps: optimizer steps that are done.
+    """
+
+    def __init__(self, ledger: OneTime, count_steps: Callable[[], int]) -> None:
+        self.count, self.reasons = 0, dict[str, None]()
+        """Graphs compiled, and why those that were compiled anew had to be."""
+        self.steps: set[int] = set()
+        """Numbers of the optimizer steps that had a compile, validation and what else follows them included."""
+        self.is_known, self.at_least = True, False
+        """Whether this torch tells; and whether some records were lost."""
+        self._ledger, self._count_steps = ledger, count_steps
+        self._latest = (_read_records() or [None])[-1]
+
+    def note(self, cause: str) -> None:
+        """Take in what was compiled since the last call, as `cause`."""
+        records = _read_records()
+        if not records or records[-1] is self._latest:  # nearly always
+            self.is_known = self.is_known and records is not None
+            return
+        new: list[Any] = []
+        for record in reversed(records):
+            if record is self._latest:
+                break
+            new.append(record)
+        self.at_least = self.at_least or (len(new) == len(records) >= 64)
+        self._latest = records[-1]
+        for record in reversed(new):
+            self._add(record, cause)
+
+    def sum_s(self) -> dict[str, float | None]:
+        """Seconds by cause; None where this torch does not tell."""
+        found = self._ledger.sum_by_cause()
+        return {cause: found.get(cause, 0.0) if self.is_known else None for cause in (COMPILE, VALIDATION_COMPILE)} | {
+            AUTOTUNE: found.get(AUTOTUNE, 0.0) if self.is_known and self._tells_tuning() else None
+        }
+
+    def _add(self, record: Any, cause: str) -> None:
+        began_us, ended_us = getattr(record, "start_time_us", None), getattr(record, "end_time_us", None)
+        if began_us is None or ended_us is None:
+            self.is_known = False
+            return
+        ended = one_time.now() - (time.time() - ended_us / 1e6)
+        tuned_s = sum(getattr(record, field, None) or 0 for field in _TUNING) / 1e6
+        if getattr(record, "is_runtime", False):  # not one stretch: what a compiled function did when it ran first
+            graphs_s = (getattr(record, "runtime_cudagraphify_time_us", None) or 0) / 1e6
+            self._ledger.add_span(cause, ended - tuned_s - graphs_s, ended)
+        else:
+            self._ledger.add_span(cause, ended - (ended_us - began_us) / 1e6, ended)
+            self.count += getattr(record, "is_forward", True) is not False
+        if tuned_s:
+            self._ledger.add_span(AUTOTUNE, ended - tuned_s, ended)
+        self.steps.add(self._count_steps())
+        if (reason := getattr(record, "recompile_reason", None)) and len(self.reasons) < MOST_REASONS:
+            self.reasons[shorten_reason(reason)] = None
+
+    def _tells_tuning(self) -> bool:
+        return self._latest is None or any(hasattr(self._latest, field) for field in _TUNING)
+
+
+def _read_records() -> list[Any] | None:
+    """Dynamo's records; None where this torch has none."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return []
+    read = getattr(utils, "get_compilation_metrics", None)  # private, and not in every torch
+    return None if read is None else read()
+
+
+class WorkerStarts:
+    """How long the train loader's workers took from their start to the first batch, each time they were started."""
+
+    def __init__(self) -> None:
+        self.took_s: list[float] = []
+        self.is_known = True
+        """Whether their start can be read here."""
+        self._pids: set[int] = set()
+
+    def note(self, trainer: Any) -> None:
+        """The first batch of an epoch is there."""
+        workers = find_workers(trainer)
+        if workers is None:
+            self.is_known = False
+            return
+        pids = {worker.pid for worker in workers}
+        if pids and not pids & self._pids:
+            self._pids, ages_s = pids, [_read_age_s(pid) for pid in pids]
+            known = [age for age in ages_s if age is not None]
+            self.is_known = self.is_known and bool(known)
+            self.took_s += [max(known)] if known else []
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds of the fit's first start; 0 where there are no workers, None where that cannot be told."""
+        if self.took_s:
+            return self.took_s[0]
+        return 0.0 if self.is_known else None
+
+
+def _read_age_s(pid: int | None) -> float | None:
+    """Seconds since a process was started, to a hundredth; None where the system does not tell.
+
+    Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        started = int(text.rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux, or it is gone
+        return None
+
+
+def sum_one_time_s(ledger: OneTime, compilations: Compilations, workers: WorkerStarts) -> Mapping[str, float | None]:
+    """Seconds by cause, as ``Measurement.one_time_s`` has them."""
+    return {REHEARSAL: 0.0, **ledger.sum_by_cause(), **compilations.sum_s(), WORKERS: workers.first_s}

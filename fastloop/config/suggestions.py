@@ -1,0 +1,28 @@
+"""The known name a mistyped one probably means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+ALIKE = 0.65
+"""Likeness from which on a name is suggested: ``anp`` and ``amp`` reach 0.67, ``cache`` and ``batch`` only 0.6."""
+LEAST = 3
+"""Letters a name needs before another one that begins with it is taken for it."""
+
+
+def find_nearest(written: str, known: Iterable[str]) -> str | None:
+    """The known name closest to a written one: a few letters differ, or one of the two begins with the other.
+
+    Returns:
+        None where nothing is close: a far guess misleads more than the list of all names.
+    """
+    names = {name.lower(): name for name in known}
+    word = written.lower()
+    near = difflib.get_close_matches(word, names, n=1, cutoff=ALIKE)
+    near += [name for name in names if min(len(name), len(word)) >= LEAST and _begins_other(name, word)]
+    return names[near[0]] if near else None
+
+
+def _begins_other(first: str, second: str) -> bool:
+    return first.startswith(second) or second.startswith(first)

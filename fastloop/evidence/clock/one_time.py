@@ -1,0 +1,91 @@
+"""Costs that come once in a fit: compiles, the start of workers, rehearsals. By cause, and as spans of the host's time.
+
+Whoever causes or sees such a cost writes it here: the watch, the applier, a rung's action. A `Clock` that is given the
+ledger takes the spans out of its steps, so that no part of a step pays for what no later step pays again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+now = time.perf_counter
+
+
+class Span(NamedTuple):
+    """From when to when, in seconds on the clock of the steps, `now`."""
+
+    cause: str
+    began: float
+    ended: float
+
+
+class OneTime:
+    """The ledger of one fit on one rank."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        """In the order in which they became known; they may lie inside each other."""
+        self._unplaced: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, cause: str, seconds: float) -> None:
+        """Seconds of a cost that lies in no step, or whose place is not known."""
+        self._unplaced[cause] += seconds
+
+    def add_span(self, cause: str, began: float, ended: float) -> None:
+        """A cost with its place, which may be past."""
+        self.spans.append(Span(cause, began, max(began, ended)))
+
+    @contextlib.contextmanager
+    def span(self, cause: str) -> Iterator[None]:
+        """What runs inside ``with`` is such a cost, also where it raises."""
+        began = now()
+        try:
+            yield
+        finally:
+            self.add_span(cause, began, now())
+
+    def sum_by_cause(self) -> dict[str, float]:
+        """Seconds by cause. What lies inside something else, as a compile in a rehearsal, counts as itself only."""
+        found = defaultdict(float, self._unplaced)
+        around: list[Span] = []
+        for span in sorted(self.spans, key=lambda each: (each.began, -each.ended)):
+            while around and around[-1].ended <= span.began:
+                around.pop()
+            found[span.cause] += span.ended - span.began
+            if around:
+                found[around[-1].cause] -= min(span.ended, around[-1].ended) - span.began
+            around.append(span)
+        return dict(found)
+
+
+class Reader:
+    """Hands the spans of a ledger to one clock, which goes through them once and in its own order of time."""
+
+    def __init__(self, ledger: OneTime) -> None:
+        self._spans = ledger.spans
+        self._taken = 0
+        self._pending: list[tuple[float, float]] = []
+
+    def skip(self) -> None:
+        """Leave out what is known by now."""
+        self._taken = len(self._spans)
+        self._pending = []
+
+    def take(self, began: float, ended: float) -> float:
+        """Seconds of this stretch that spans cover; stretches come in order, each once."""
+        if self._taken == len(self._spans) and not self._pending:
+            return 0.0  # nearly always
+        self._pending += [(span.began, span.ended) for span in self._spans[self._taken :]]
+        self._pending.sort()
+        self._taken = len(self._spans)
+        covered, until = 0.0, began
+        for begins, ends in self._pending:
+            if min(ends, ended) > max(begins, until):
+                covered += min(ends, ended) - max(begins, until)
+                until = min(ends, ended)
+        self._pending = [span for span in self._pending if span[1] > ended]
+        return covered

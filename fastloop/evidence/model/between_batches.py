@@ -1,0 +1,106 @@
+"""What may look at, or change, a sampler and a dataset while training goes on: callbacks, the module, they themselves.
+
+A loader that reads ahead asks its sampler earlier; a worker that is kept sees its dataset as it was when it started.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fastloop.evidence.model import sample_code
+from fastloop.evidence.model.dataset import walk
+
+_SETS_EPOCH = ("set_epoch", "state_dict")
+_TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
+_BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
+"""Names by which a hook gets hold of the data."""
+_GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
+"""Methods that make the data, or run before there is any."""
+
+
+def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> tuple[str, ...]:
+    """Why asking this sampler early would give other samples, each with the place it was seen.
+
+    Args:
+        sampler: the loader's batch sampler, or its sampler.
+        dataset: the loader's, which a sampler may hold and does not look at.
+        others: callbacks and the module: what they share with a sampler of the user's they may change.
+    """
+    held = dict(_list_held(others))
+    found: dict[str, None] = {}
+    inside = {id(item) for _, item in walk(dataset)}
+    parts: tuple[str, ...] = ()
+    for path, item in walk(sampler, "sampler"):
+        if id(item) in inside or path.startswith(parts):
+            continue
+        if isinstance(item, torch.Tensor):
+            if item.requires_grad:
+                found[f"{path} is a tensor with a gradient"] = None
+        elif any(base.__name__ in _TRAINING for base in type(item).__mro__):
+            found[f"{path} is a part of the training ({type(item).__name__})"] = None
+            parts += (f"{path}.", f"{path}[")
+            continue
+        if id(item) in held and _is_changeable(item):
+            found[f"{path} is held by {held[id(item)]} too"] = None
+        if not sample_code.is_installed(type(item)):
+            for name, written in sample_code.list_writers(type(item)):
+                if name not in _SETS_EPOCH:
+                    found[f"{path}.{written} is changed by its {name}()"] = None
+        for function in sample_code.list_sample_functions(item):
+            for name, value in sample_code.list_globals(function):
+                if id(value) in held and _is_changeable(value):
+                    found[f"{name} is held by {held[id(value)]} too"] = None
+    return tuple(found)
+
+
+def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:
+    """What may change the dataset between epochs, as far as code and attributes show; empty: nothing does."""
+    found: dict[str, None] = {}
+    held = dict(_list_held(others))
+    for path, item in walk(dataset):
+        if id(item) in held and _is_changeable(item):
+            found[f"{path} is held by {held[id(item)]}"] = None
+        for name, written in sample_code.list_writers(type(item)):
+            found[f"{path}.{written} is changed by its {name}()"] = None
+    for other in others:
+        for name, function in _list_running(other):
+            if (named := next(filter(_BY_DATA.fullmatch, _list_names(function.__code__)), None)) is not None:
+                found[f"{type(other).__name__}.{name} names {named}"] = None
+    return tuple(found)
+
+
+def _list_held(others: Iterable[Any]) -> Iterator[tuple[int, str]]:
+    """Objects that methods of callbacks and modules get hold of, as attributes or from their own module."""
+    for other in others:
+        for _, function in _list_running(other):
+            own = {name: vars(other)[name] for name in _list_names(function.__code__) if name in vars(other)}
+            for name, value in (*own.items(), *sample_code.list_globals(function)):
+                yield id(value), f"{type(other).__name__} ({name})"
+
+
+def _is_changeable(item: Any) -> bool:
+    """Containers, tensors, arrays, and objects of the user's classes."""
+    if inspect.isroutine(item) or inspect.ismodule(item) or isinstance(item, type):
+        return False
+    return hasattr(type(item), "__setitem__") or isinstance(item, set) or not sample_code.is_installed(type(item))
+
+
+def _list_running(other: Any) -> Iterator[tuple[str, Any]]:
+    """The user's methods of a callback or module that run while it trains."""
+    for base in type(other).__mro__:
+        for name, member in {} if sample_code.is_installed(base) else dict(vars(base)).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name):
+                yield name, function
+
+
+def _list_names(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if inspect.iscode(const):
+            yield from _list_names(const)

@@ -1,0 +1,179 @@
+"""What the user's own functions that run for each sample change: read from their source, never called."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import inspect
+import sys
+import sysconfig
+import textwrap
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+_ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
+_CHANGES = (
+    *("append", "appendleft", "extend", "add", "insert", "update"),
+    *("pop", "popleft", "popitem", "remove", "clear", "send"),
+)
+_BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
+"""Methods that change an object before its samples are asked for."""
+_INSTALLED = tuple({sysconfig.get_paths()[place] for place in ("stdlib", "purelib", "platlib")})
+
+
+def is_installed(thing: Any) -> bool:
+    """Whether a class or function is no code of the user's: Python's own, ours, or that of an installed package."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None or file.startswith(_INSTALLED) or module.__name__.startswith("fastloop.")
+
+
+def find_changed_state(item: Any) -> str | None:
+    """What a sample changes that the next one may read: ``.count``, or `` (the outer COUNT)``; None where nothing."""
+    return next((state for function in list_sample_functions(item) for state in _list_changes(function)), None)
+
+
+def list_sample_functions(item: Any) -> tuple[Any, ...]:
+    """The user's functions that run when `item` is called or asked for a sample, as far as they call each other by
+    ``self.name()`` or by their own names."""
+    return tuple(_follow([item], type(item))) if inspect.isfunction(item) else _list_of_kind(type(item))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=512)
+def _list_of_kind(kind: type) -> tuple[Any, ...]:
+    return tuple(_follow([_find_method(kind, name) for name in _ENTRIES], kind))
+
+
+def _follow(starts: list[Any], kind: type) -> Iterator[Any]:
+    queue, seen = deque(starts), set[int]()
+    while queue:
+        function = queue.popleft()
+        if not inspect.isfunction(function) or id(function) in seen or is_installed(function):
+            continue
+        seen.add(id(function))
+        yield function
+        queue.extend(_find_method(kind, name) for name in function.__code__.co_names)
+        queue.extend(value for _, value in list_globals(function))
+
+
+def list_globals(function: Any) -> Iterator[tuple[str, Any]]:
+    """Objects that a function reads from its module, with their names."""
+    for name in dict.fromkeys(_read_global_names(function.__code__)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _read_global_names(code: Any) -> Iterator[str]:
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
+    for const in code.co_consts:
+        if inspect.iscode(const):
+            yield from _read_global_names(const)
+
+
+def list_writers(kind: type) -> Iterator[tuple[str, str]]:
+    """Methods of a user's class that change its objects and do not run for a sample: ``("set_level", "level")``."""
+    running = {function.__name__ for function in _list_of_kind(kind)}
+    for base in kind.__mro__:
+        for name, member in {} if is_installed(base) else dict(vars(base)).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if inspect.isfunction(function) and name not in running and name not in _BEFORE:
+                yield from ((name, written) for written in _list_written(function))
+
+
+def _find_method(kind: type, name: str) -> Any:
+    member = inspect.getattr_static(kind, name, None)
+    return inspect.unwrap(member) if inspect.isfunction(member) else None
+
+
+# -- source -----------------------------------------------------------------------------------------------------------
+
+
+def _parse(function: Any) -> tuple[ast.AST, str | None] | None:
+    """Its tree, and what it calls its own object; None where there is no source to read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return tree, names[0] if names and "." in function.__qualname__ else None
+
+
+def _list_changes(function: Any) -> Iterator[str]:
+    """State that one call leaves for the next: counted up, collected, or moved on. What is only set, like a file that
+    is opened late or a sample that is kept, is the same in every worker."""
+    if (parsed := _parse(function)) is None:
+        return
+    tree, me = parsed
+    objects, classes = _list_outer(function)
+    declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    for node in ast.walk(tree):
+        found = None
+        if isinstance(node, ast.AugAssign):
+            known = declared if isinstance(node.target, ast.Name) else objects | classes | declared
+            found = _name_state(node.target, me, known)
+        elif isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Subscript):
+            found = _name_state(node.targets[0], me, declared)
+            read = {_name_state(part, me, declared) for part in ast.walk(node.value)}
+            if found not in read or isinstance(node.value, (ast.BoolOp, ast.IfExp)):
+                found = None
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+            found = _name_state(node.func.value, me, objects)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args:
+            found = _name_state(node.args[0], me, objects)
+        if found is not None:
+            yield found
+
+
+def _list_outer(function: Any) -> tuple[set[str], set[str]]:
+    """Names of the objects and of the classes that a function shares with what is around it."""
+    outer = dict(list_globals(function))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty one
+            outer[name] = cell.cell_contents
+    own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
+    found = {name: value for name, value in outer.items() if name not in own and not inspect.ismodule(value)}
+    classes = {name for name, value in found.items() if isinstance(value, type)}
+    return {name for name, value in found.items() if not inspect.isroutine(value)} - classes, classes
+
+
+def _name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
+    """``.x`` for ``self.x`` and what is below it, a name of `outer` for what is below that; None for a local."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        if isinstance(node, ast.Attribute) and _is_own(node.value, me):
+            return f".{node.attr}"
+        node = node.value
+    return f" (the outer {node.id})" if isinstance(node, ast.Name) and node.id in outer else None
+
+
+def _is_own(node: ast.AST, me: str | None) -> bool:
+    """self, type(self) or self.__class__."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type" and node.args:
+        return _is_own(node.args[0], me)
+    if isinstance(node, ast.Attribute) and node.attr == "__class__":
+        return _is_own(node.value, me)
+    return isinstance(node, ast.Name) and node.id == me
+
+
+def _list_written(function: Any) -> Iterator[str]:
+    """Attributes of its own object that a method sets or changes."""
+    if (parsed := _parse(function)) is None or parsed[1] is None:
+        return
+    tree, me = parsed
+    for node in ast.walk(tree):
+        targets: list[ast.AST] = []
+        if isinstance(node, ast.Assign):
+            targets = list(node.targets)
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+            targets = [node.func.value]
+        for target in targets:
+            if (found := _name_state(target, me, set())) is not None:
+                yield found.removeprefix(".")

@@ -1,0 +1,74 @@
+"""Which loaders can have worker processes, for how many of them there is room, and for how long they are of use."""
+
+from __future__ import annotations
+
+from fastloop.records.facts import Facts, LoaderFacts
+
+_SHARE_OF_ROOM = 0.75
+"""Of the free shared memory; the rest stays for the user's other loaders and for batches that come out larger."""
+
+
+def fit_in_shm(workers: int, prefetch_factor: int, batch_bytes: int, room_bytes: int) -> tuple[int, int] | None:
+    """The most workers, and batches ahead of each, whose batches fit into shared memory; None where no worker's do.
+
+    Beside those that workers make or have made, the batch in use lies there and the one being received.
+    """
+    held = int(_SHARE_OF_ROOM * room_bytes) // max(1, batch_bytes) - 2
+    if held < 1:
+        return None
+    fitting = min(workers, held)
+    return fitting, min(prefetch_factor, held // fitting)
+
+
+def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
+    """Batches that each epoch takes from the loader where there are several epochs; None where it is not known."""
+    limit, batches = facts.limit_train_batches, loader.batches
+    if batches is not None and limit is not None:
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if batches is None or facts.max_epochs == 1:
+        return None
+    ends = facts.max_steps is not None and facts.max_steps * facts.accumulate <= batches
+    return None if ends else batches
+
+
+def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str | None:
+    """Why this loader gets no workers; None where nothing speaks against them.
+
+    Args:
+        start_method: how they would start, or auto.
+    """
+    method = loader.start_method if start_method == "auto" else start_method
+    if not loader.is_dataloader:
+        return f"{loader.kind} is not a DataLoader: it has no workers to set"
+    if loader.num_workers:
+        return f"the loader already has {loader.num_workers} workers; your number stands"
+    if not loader.map_style:
+        return (
+            "an iterable dataset would be read whole by every worker and so be duplicated;"
+            " shard it by torch.utils.data.get_worker_info and set num_workers"
+        )
+    if loader.stateful:
+        return (
+            f"{loader.kind} shuffles differently with workers, and its saved position is bound"
+            " to their number; set num_workers yourself before the run starts"
+        )
+    if facts.no_sockets_in is not None:
+        return (
+            "workers send their batches through sockets, and no socket's path may be as long as"
+            f" those below {facts.no_sockets_in}; set TMPDIR to a shorter directory"
+        )
+    if loader.worker_hazards:
+        return f"the dataset cannot go to workers: {'; '.join(loader.worker_hazards)}"
+    if loader.sampler_hazards:
+        return f"workers ask the sampler ahead of the training: {'; '.join(loader.sampler_hazards)}"
+    if loader.own_iterator:
+        return (
+            f"{loader.kind} makes its own iterators, so what workers send could not be tried before it is used;"
+            " set num_workers yourself"
+        )
+    if method != "fork" and loader.unpicklable:
+        return (
+            f"workers start by {method} here, and {loader.unpicklable} cannot be pickled;"
+            " make it a module-level function or class"
+        )
+    return None

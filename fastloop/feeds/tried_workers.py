@@ -1,0 +1,269 @@
+"""Workers for a loader that had none, for as long as what they make can be sent.
+
+torch pickles a batch in a thread of the worker that only prints what goes wrong; the training then waits for ever. Here
+each worker pickles what it made itself and sends the bytes, or says why it cannot. Then fewer workers, or this process
+as in a run without them, make the batches that were not handed out yet, from the same indices in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fastloop.errors import FastLoopError
+from fastloop.evidence import loader_queue
+from fastloop.evidence.worker_limits import fit_in_shm
+from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.lazy_loader import StandIn
+from fastloop.feeds.whereabouts import Whereabouts
+
+LOOK_S = 5.0
+"""How often the wait for a batch is interrupted to look at the workers."""
+SAY_S = 60.0
+"""Once a batch has taken this long, a line says where its worker is…"""
+LIMIT_S = 300.0
+"""… and after this time without a batch the training ends with that."""
+
+
+# -- in the worker ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Comes in the place of a batch that a worker could not send."""
+
+    why: str
+    no_room: bool
+    """Shared memory was full."""
+
+
+class _Parcel:
+    """A batch that is pickled already: unpickling it gives the batch."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> Any:
+        return _open, (self.content,)
+
+
+def _open(content: bytes) -> Any:
+    try:
+        return pickle.loads(content)
+    except (OSError, EOFError):  # the worker is gone, and what it shared with it
+        raise
+    except Exception as error:
+        return Unsent(f"what workers send cannot be put together again: {_describe(error)}", False)
+
+
+class _Send:
+    """A ``collate_fn`` that gives back, in a worker, what surely can be sent."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if torch.utils.data.get_worker_info() is None:
+            return self.collate(samples)
+        try:
+            batch = self.collate(samples)
+        except Exception as error:  # the default collate function writes into shared memory
+            if _is_full(error):
+                return Unsent(_describe(error), True)
+            raise
+        try:
+            return _Parcel(bytes(ForkingPickler.dumps(batch)))
+        except Exception as error:
+            if _is_full(error):
+                return Unsent(_describe(error), True)
+            return Unsent(f"workers cannot send what the loader's batches are made of: {_describe(error)}", False)
+
+
+def _is_full(error: Exception) -> bool:
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# -- in the training process ------------------------------------------------------------------------------------------
+
+
+class _Drawn(StandIn):
+    """Stands in for the loader's (batch) sampler: keeps the indices whose batch was not handed out yet."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.pending: deque[Any] = deque()
+        self.resumes = False
+        """The next ``iter`` begins with the pending ones and goes on where the sampler was."""
+        self._source: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        # Nothing happens before the first index is asked for: with workers torch calls `iter` twice, without them once.
+        self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
+        self.pending, self.resumes = deque(), False
+        for indices in self._source:
+            self.pending.append(copy.copy(indices))
+            yield indices
+
+
+class TriedWorkers:
+    """The epochs of a loader that was given workers.
+
+    Args:
+        room_bytes: free shared memory for this process's batches; None where it is not known.
+        step_down: takes the number of workers that are left, the batches ahead of each, and the reason.
+        warn: takes one line for the user.
+    """
+
+    def __init__(
+        self, *, room_bytes: int | None, step_down: Callable[[int, int, str], None], warn: Callable[[str], None]
+    ) -> None:
+        self._room_bytes, self._step_down, self._warn = room_bytes, step_down, warn
+        self._drawn = _Drawn(None)
+        self._whereabouts = Whereabouts()
+        self._batch_bytes: int | None = None
+
+    def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of one epoch; `begin` makes the loader's iterator.
+
+        Raises:
+            FastLoopError: no batch came for LIMIT_S; says where the worker is.
+        """
+        while loader.num_workers:
+            source = self._begin(loader, begin)
+            try:
+                for batch in self._wait_for(source):
+                    fewer = self._find_fewer(loader, batch)
+                    if fewer is not None:
+                        _end(source)
+                        self._lighten(loader, *fewer)
+                    if not isinstance(batch, Unsent):
+                        self._drawn.pending.popleft()
+                        yield batch
+                    if fewer is not None:
+                        break
+                else:
+                    return
+            except Exception:
+                _end(source)  # not when the exception is forgotten: it holds all frames, and they the workers
+                raise
+        yield from self._begin(loader, begin) if self._drawn.resumes else begin()
+
+    def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
+        """Start the loader's iterator with our parts in it; the loader itself keeps its own."""
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._drawn.inner = getattr(loader, name)
+        parts = {
+            name: self._drawn,
+            "collate_fn": _Send(loader.collate_fn),
+            "worker_init_fn": self._whereabouts.make_init(loader.worker_init_fn),
+        }
+        own = {part: getattr(loader, part) for part in parts}
+        _set_timeout(loader._iterator, 0)  # workers that are kept may have to end the last epoch's batches first
+        loader.__dict__.update(parts)
+        try:
+            iterator = begin()
+        finally:
+            loader.__dict__.update(own)
+        if loader.num_workers:
+            _set_timeout(iterator, LOOK_S)
+        return iterator
+
+    def _wait_for(self, source: Any) -> Iterator[Any]:
+        """What the iterator gives, with a look at the worker where that takes long."""
+        begun, said = time.monotonic(), False
+        while True:
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            except Exception as error:
+                if not str(error).startswith("DataLoader timed out after"):
+                    if (sentence := loader_queue.find_death(source, error)) is not None:
+                        raise RuntimeError(sentence) from error
+                    raise
+            else:
+                yield batch
+                begun, said = time.monotonic(), False
+                continue
+            waited_s = time.monotonic() - begun
+            if waited_s >= LIMIT_S:
+                raise FastLoopError(
+                    got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
+                    why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait for ever",
+                    do="look at that line; where it works without workers (locks and threads do not survive a fork),"
+                    " write rungs.workers.enabled: false",
+                )
+            if waited_s >= SAY_S and not said:
+                said = True
+                self._warn(f"no batch for {waited_s:.0f} s: {self._find_place(source)}")
+
+    def _find_place(self, source: Any) -> str:
+        worker = loader_queue.find_awaited_worker(source)
+        place = None if worker is None else self._whereabouts.find(worker.pid)
+        if place is None:
+            return "its worker does not say where it is"
+        return f"its worker (pid {worker.pid}) is in {place}"
+
+    # -- fewer workers ------------------------------------------------------------------------------------------------
+
+    def _find_fewer(self, loader: DataLoader[Any], batch: Any) -> tuple[int, int, str] | None:
+        """Workers, batches ahead of each, and why, where there have to be fewer; None where there need not."""
+        workers, ahead = loader.num_workers, int(loader.prefetch_factor or 1)
+        if isinstance(batch, Unsent):
+            if not batch.no_room:
+                return 0, 0, batch.why
+            fitting = self._fit(workers, ahead)
+            if fitting == (workers, ahead):  # others fill shared memory too, or batches differ
+                fitting = (workers // 2, 1) if workers > 1 else (0, 0)
+            return *fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}"
+        if self._batch_bytes is not None:
+            return None
+        self._batch_bytes = sum(tensor.nbytes for tensor in tensors(batch))
+        fitting = self._fit(workers, ahead)
+        if fitting == (workers, ahead):
+            return None
+        room, size = (self._room_bytes or 0) / 2**20, self._batch_bytes / 2**20
+        return *fitting, f"/dev/shm has room for {room:.0f} MiB, and a batch takes {size:.1f} MiB there"
+
+    def _fit(self, workers: int, ahead: int) -> tuple[int, int]:
+        if self._room_bytes is None or not self._batch_bytes:
+            return workers, ahead
+        return fit_in_shm(workers, ahead, self._batch_bytes, self._room_bytes) or (0, 0)
+
+    def _lighten(self, loader: DataLoader[Any], workers: int, ahead: int, why: str) -> None:
+        """What the workers were asked for and did not deliver is made by those that come next."""
+        loader.__dict__["_iterator"] = None
+        loader.num_workers, loader.prefetch_factor = workers, ahead or None
+        if not workers:
+            loader.__dict__["persistent_workers"] = False
+        self._drawn.resumes = True
+        self._step_down(workers, ahead, why)
+
+
+def _end(source: Any) -> None:
+    """End an iterator's workers."""
+    with contextlib.suppress(AttributeError):  # another torch: they end once nobody holds the iterator
+        source._shutdown_workers()
+
+
+def _set_timeout(iterator: Any, timeout_s: float) -> None:
+    """Let a multi-process iterator raise where no batch comes for a while. As an argument of the loader it would hold
+    for its start too, when workers that are kept finish what the last epoch left over."""
+    if hasattr(iterator, "_timeout"):
+        iterator._timeout = timeout_s

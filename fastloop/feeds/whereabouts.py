@@ -1,0 +1,78 @@
+"""Where a worker process stands that delivers nothing: it says so itself, even while native code holds it."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import re
+import select
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_ASK = getattr(signal, "SIGRTMAX", None)
+"""A signal that nobody else uses; there are none on macOS, and no workers' places."""
+_ANSWER_S = 1.0
+_MARK = "started "
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+class Whereabouts:
+    """Asks worker processes for the line they are at, through a pipe that they inherit."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self._heard = ""
+
+    def make_init(self, own: Callable[[int], None] | None) -> Callable[[int], None]:
+        """A ``worker_init_fn`` that lets the worker answer, and then does what the loader's own does."""
+        return _Init(own, self._writer)
+
+    def find(self, pid: int) -> str | None:
+        """The place in the user's code where a worker is, with its ``__getitem__``; None where it does not say."""
+        self._heard += self._hear(0.0)
+        if _ASK is None or f"{_MARK}{pid}\n" not in self._heard:
+            return None  # it would not survive the question
+        os.kill(pid, _ASK)
+        return describe(self._hear(_ANSWER_S))
+
+    def _hear(self, patience_s: float) -> str:
+        """All that was written, until nothing more comes."""
+        parts = []
+        while select.select([self._reader], [], [], patience_s)[0]:
+            parts.append(os.read(self._reader.fileno(), 65536))
+            patience_s = 0.2
+        return b"".join(parts).decode(errors="replace")
+
+
+class _Init:
+    def __init__(self, own: Callable[[int], None] | None, writer: Any) -> None:
+        self.own, self.writer = own, writer
+
+    def __call__(self, worker_id: int) -> None:
+        if _ASK is not None:
+            faulthandler.register(_ASK, file=self.writer.fileno(), all_threads=True)
+            os.write(self.writer.fileno(), f"{_MARK}{os.getpid()}\n".encode())
+        if self.own is not None:
+            self.own(worker_id)
+
+
+def describe(dump: str) -> str | None:
+    """What a dump of faulthandler says of the thread that loads: its ``__getitem__`` and the innermost line."""
+    for thread in re.split(r"\n\s*\n", dump):
+        frames = list(_read_frames(thread))
+        if not any(name == "_worker_loop" for _, name in frames):
+            continue
+        place, inner = frames[0]
+        for where, name in frames:
+            if name in ("__getitem__", "__getitems__") and "/torch/utils/data/" not in where:
+                return f"__getitem__ at {where}" + ("" if where == place else f", which is at {place} in {inner}")
+        return f"{inner} at {place}"
+    return None
+
+
+def _read_frames(thread: str) -> Iterator[tuple[str, str]]:
+    """file:line and function, innermost first."""
+    for found in _FRAME.finditer(thread):
+        yield f"{found['file']}:{found['line']}", found["name"]

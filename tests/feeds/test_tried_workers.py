@@ -1,0 +1,336 @@
+"""Workers that cannot send, do not fit, hang or die: the epoch is the same without them, or ends with its cause."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, get_worker_info
+
+from fastloop.errors import FastLoopError
+from fastloop.feeds import tried_workers
+from fastloop.feeds.lazy_loader import LazyLoader
+from fastloop.feeds.tried_workers import TriedWorkers
+
+pytestmark = pytest.mark.timeout(90)
+FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+
+
+class Numbers(Dataset):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1000,), index)
+
+
+class Steps:
+    """What was done about workers, in order."""
+
+    def __init__(self) -> None:
+        self.down: list[tuple[int, int, str]] = []
+        self.warned: list[str] = []
+
+
+def tried(
+    collate: Callable[[Any], Any] | None = None,
+    room_bytes: int | None = None,
+    dataset: Any = None,
+    **settings: Any,
+) -> tuple[LazyLoader, Steps]:
+    """A shuffling loader with tried workers."""
+    steps = Steps()
+    defaults = {"batch_size": 4, "shuffle": True, "num_workers": 3}
+    settings = {key: value for key, value in {**defaults, **settings}.items() if value is not ...}
+    loader = DataLoader(Numbers() if dataset is None else dataset, collate_fn=collate, **settings)
+    epochs = TriedWorkers(
+        room_bytes=room_bytes,
+        step_down=lambda *given: steps.down.append(given),
+        warn=steps.warned.append,
+    ).batches
+    return LazyLoader(loader, epochs=epochs), steps
+
+
+def read(loader: Any, epochs: int = 2) -> tuple[list[list[list[int]]], float]:
+    """The samples of each batch of each epoch, and the number that the generator draws after them."""
+    torch.manual_seed(3)
+    seen = [[_content(batch) for batch in loader] for _ in range(epochs)]
+    return seen, float(torch.rand(1))
+
+
+def _content(batch: Any) -> list[int]:
+    tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
+    return [int(number) for number in tensor[:, 0]]
+
+
+def expected(**settings: Any) -> Any:
+    return read(DataLoader(Numbers(), **{"batch_size": 4, "shuffle": True, **settings}))
+
+
+def collate_local(samples: Any) -> Any:
+    """The fault: a class that no other process can find."""
+
+    class Local:
+        pass
+
+    return torch.stack(samples), Local()
+
+
+def collate_local_late(samples: Any) -> Any:
+    """The same, from some batch in the middle of an epoch on."""
+    return collate_local(samples) if any(int(sample[0]) == 17 for sample in samples) else (torch.stack(samples), None)
+
+
+class OneWay:
+    """Can be sent, and not be received."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("not in this process")
+
+
+def collate_one_way(samples: Any) -> Any:
+    return torch.stack(samples), OneWay()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("collate", "why"),
+    [
+        (collate_local, "workers cannot send what the loader's batches are made of: AttributeError: Can't"),
+        (collate_local_late, "workers cannot send what the loader's batches are made of: AttributeError: Can't"),
+        (collate_one_way, "what workers send cannot be put together again: ValueError: not in this process"),
+    ],
+)
+def test_what_cannot_be_sent_is_made_here_in_the_same_order(collate: Any, why: str, persistent: bool) -> None:
+    loader, steps = tried(collate, persistent_workers=persistent)
+    assert read(loader) == expected()
+    ((workers, _, reason),) = steps.down
+    assert workers == 0 and reason.startswith(why) and loader.num_workers == 0
+
+
+def test_without_the_trial_torch_waits_for_ever() -> None:
+    """The control: that the fault is one."""
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iter(DataLoader(Numbers(), 4, num_workers=1, timeout=3, collate_fn=collate_local)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_where_all_can_be_sent_workers_stay(persistent: bool) -> None:
+    loader, steps = tried(persistent_workers=persistent)
+    own = dict(vars(loader.inner))
+    assert read(loader) == expected() and steps.down == [] and steps.warned == []
+    now = dict(vars(loader.inner))
+    assert {**now, "_iterator": None} == {**own, "_iterator": None}, "the loader keeps its own parts"
+
+
+def test_samples_one_by_one_and_a_sampler_that_uses_its_list_again() -> None:
+    class Reuses(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            again: list[int] = []
+            for indices in super().__iter__():
+                again[:] = indices
+                yield again
+
+    dataset = Numbers()
+    alone = {"batch_size": None, "sampler": RandomSampler(dataset), "dataset": dataset}
+    loader, steps = tried(_unsendable_alone, shuffle=..., **alone)
+    torch.manual_seed(3)
+    seen = [int(sample[0]) for sample in loader]
+    torch.manual_seed(3)
+    assert seen == [int(sample[0]) for sample in DataLoader(**alone)] and len(seen) == 40
+    assert steps.down[0][0] == 0
+    sampler = Reuses(RandomSampler(dataset), 4, False)
+    loader, steps = tried(collate_local, dataset=dataset, batch_sampler=sampler, batch_size=..., shuffle=...)
+    assert read(loader) == expected() and steps.down[0][0] == 0
+
+
+def _unsendable_alone(sample: Any) -> Any:
+    if get_worker_info() is not None:
+        return lambda: sample
+    return sample
+
+
+# -- shared memory ----------------------------------------------------------------------------------------------------
+
+BATCH_BYTES = 4 * 1000 * 8
+
+
+@pytest.mark.parametrize(
+    ("batches_of_room", "left"),
+    [(20, None), (8, (3, 1)), (6, (2, 1)), (4, (1, 1)), (3, (0, 0))],
+)
+def test_a_batch_that_is_too_heavy_leaves_fewer_workers(batches_of_room: int, left: Any) -> None:
+    """A quarter of the room stays free, and two batches lie there beside those of the workers."""
+    loader, steps = tried(room_bytes=batches_of_room * BATCH_BYTES)
+    assert read(loader) == expected()
+    assert [step[:2] for step in steps.down] == ([] if left is None else [left])
+    assert all("and a batch takes 0.0 MiB there" in step[2] for step in steps.down)
+    assert loader.num_workers == (3 if left is None else left[0])
+
+
+def collate_full_for_more(samples: Any) -> Any:
+    """Shared memory that is full with more than one worker."""
+    info = get_worker_info()
+    if info is not None and info.num_workers > 1:
+        raise RuntimeError(FULL)
+    return torch.stack(samples)
+
+
+class Full:
+    """Its pickling finds no room, in a worker."""
+
+    def __reduce__(self) -> Any:
+        if get_worker_info() is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return Full, ()
+
+
+def collate_full_in_pickling(samples: Any) -> Any:
+    return torch.stack(samples), Full()
+
+
+@pytest.mark.parametrize(
+    ("collate", "left"), [(collate_full_for_more, [1]), (collate_full_in_pickling, [1, 0])], ids=["collate", "pickle"]
+)
+def test_full_shared_memory_leaves_fewer_workers_and_then_none(collate: Any, left: list[int]) -> None:
+    loader, steps = tried(collate)
+    assert read(loader) == expected()
+    assert [step[0] for step in steps.down] == left
+    assert "/dev/shm is too small" in steps.down[0][2] and "No space left on device" in steps.down[0][2]
+
+
+SMALL_SHM = """
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    import sys
+
+    class Heavy(Dataset):
+        def __len__(self): return 12
+        def __getitem__(self, index): return torch.full((1 << 20,), float(index))
+
+    def collate(samples): return torch.stack(samples).clone()
+
+    if __name__ == "__main__":
+        from fastloop.evidence.machine import shm_free_bytes
+        from fastloop.feeds.lazy_loader import LazyLoader
+        from fastloop.feeds.tried_workers import TriedWorkers
+        down = []
+        loader = DataLoader(Heavy(), 2, num_workers=2, collate_fn=collate, timeout=15 * (sys.argv[1] == "plain"))
+        room = shm_free_bytes() if sys.argv[1] == "known" else None
+        tried = TriedWorkers(room_bytes=room, step_down=lambda *a: down.append(a[0]), warn=print)
+        source = loader if sys.argv[1] == "plain" else LazyLoader(loader, epochs=tried.batches)
+        print([float(batch[0, 0]) for batch in source], down[-1])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm takes root")
+@pytest.mark.parametrize("how", ["known", "unknown", "plain"])
+def test_a_small_shared_memory_in_earnest(how: str, tmp_path: Any) -> None:
+    """16 MiB, and batches of 8: as plain workers fail there, the control, tried ones leave their place."""
+    script = tmp_path / "small.py"
+    script.write_text(textwrap.dedent(SMALL_SHM))
+    inside = f"mount -t tmpfs -o size=16m tmpfs /dev/shm && exec {sys.executable} {script} {how}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", inside], capture_output=True, text=True, timeout=80)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"no mounting here: {done.stderr.strip()}")
+    if how == "plain":
+        assert done.returncode != 0
+    else:
+        assert done.stdout.splitlines()[-1:] == ["[0.0, 2.0, 4.0, 6.0, 8.0, 10.0] 0"], done.stderr
+
+
+# -- workers that hang or die -----------------------------------------------------------------------------------------
+
+
+class Hangs(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.wait() if index == 9 else super().__getitem__(index)
+
+    def wait(self) -> torch.Tensor:
+        time.sleep(1000)
+        raise AssertionError
+
+
+def place_of(function: Callable[..., Any], line: int) -> str:
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + line}"
+
+
+@pytest.mark.parametrize("start", [None, "spawn"])
+def test_a_hung_worker_ends_the_epoch_with_its_line(start: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_S", 0.2), ("SAY_S", 6.0), ("LIMIT_S", 8.0)):
+        monkeypatch.setattr(tried_workers, name, seconds)
+    dataset = Subset(Hangs(), range(20))
+    loader, steps = tried(dataset=dataset, shuffle=False, num_workers=1, multiprocessing_context=start)
+    seen = []
+    with pytest.raises(FastLoopError, match="no batch for 8 s") as raised:
+        for batch in loader:
+            seen += _content(batch)
+    assert seen == list(range(8))
+    inner, outer = place_of(Hangs.wait, 1), place_of(Hangs.__getitem__, 1)
+    for said in (raised.value.got, *steps.warned):
+        assert f"is in __getitem__ at {outer}, which is at {inner} in wait" in said
+    assert len(steps.warned) == 1 and "rungs.workers.enabled: false" in raised.value.do
+
+
+def test_a_slow_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: looking at the worker takes nothing from the epoch."""
+
+    def slow(samples: Any) -> Any:
+        time.sleep(0.3)
+        return torch.stack(samples)
+
+    monkeypatch.setattr(tried_workers, "LOOK_S", 0.05)
+    loader, steps = tried(slow)
+    assert read(loader, 1)[0][0] == expected()[0][0] and steps.down == steps.warned == []
+
+
+class Dies(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_the_death_of_a_worker_is_told_in_torchs_words(hears: bool) -> None:
+    """Whether its handler for SIGCHLD speaks first, or there is none and a connection breaks."""
+    loader, _ = tried(dataset=Dies(), shuffle=False, num_workers=2)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid"):
+            for _ in loader:
+                if not hears:
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+class Broken(Exception):
+    """What a dataset raises."""
+
+
+class Breaks(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9:
+            raise Broken("no such sample")
+        return super().__getitem__(index)
+
+
+def test_an_exception_of_the_datasets_keeps_its_type() -> None:
+    loader, steps = tried(dataset=Breaks(), shuffle=False)
+    with pytest.raises(Broken, match="no such sample"):
+        list(loader)
+    assert steps.down == []

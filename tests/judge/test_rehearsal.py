@@ -1,0 +1,123 @@
+"""What a rehearsal may show, and when a one-time cost pays back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fastloop.judge.rehearsal import (
+    Deviation,
+    Outcome,
+    count_pay_back_steps,
+    drop_slow,
+    explain_no_pay_back,
+    find_fault,
+    is_close,
+    is_slower,
+    limit_rehearsal_s,
+)
+from fastloop.records.plan import Rehearsed
+
+QUIET = Deviation(outputs=1e-7, gradients=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("seen", "precision", "close"),
+    [
+        (Deviation(outputs=1e-6, gradients=2e-6), "fp32", True),
+        (Deviation(outputs=1e-6, gradients=2e-5), "fp32", False),
+        (Deviation(outputs=1e-2, gradients=4e-2), "bf16", True),
+        (Deviation(outputs=0.0, gradients=None), "fp32", True),
+        (Deviation(outputs=0.0, gradients=0.0, finite=False), "bf16", False),
+    ],
+)
+def test_a_deviation_that_needs_no_excuse(seen: Deviation, precision: str, close: bool) -> None:
+    assert is_close(seen, precision) is close
+
+
+def test_what_rounding_explains_is_no_fault() -> None:
+    seen = Deviation(outputs=4e-5, gradients=3e-5)
+    assert find_fault(seen, Deviation(outputs=1e-5, gradients=1e-5), "fp32") == (None, 4e-5)
+    fault, told = find_fault(seen, QUIET, "fp32")
+    assert told == 4e-5 and fault == "outputs deviate by 4e-05, more than the 1e-05 that fp32 explains"
+
+
+def test_a_limit_above_a_tenth_tells_nothing() -> None:
+    """Gradients of a network with batch normalization at its random start: rounding alone scatters them."""
+    noisy = Deviation(outputs=1e-2, gradients=0.2)
+    assert find_fault(Deviation(outputs=2e-2, gradients=0.9), noisy, "bf16") == (None, 2e-2)
+    fault, _ = find_fault(Deviation(outputs=2e-2, gradients=1.4), noisy, "bf16")
+    assert fault is not None and "gradients deviate by 1.4" in fault
+    assert find_fault(Deviation(outputs=0.5, gradients=0.9), Deviation(outputs=0.3, gradients=0.3), "bf16") == (
+        None,
+        None,
+    )
+
+
+def test_numbers_that_are_none() -> None:
+    fault, told = find_fault(Deviation(outputs=0.0, gradients=0.0, finite=False), QUIET, "bf16")
+    assert fault == "outputs or gradients are not finite numbers" and told is None
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "step_ms", "left", "refused"),
+    [
+        (10, 100, 200, False),  # half of 100 ms, 200 times, is 10 s
+        (10, 100, 199, True),
+        (10, 100, None, False),
+        (0, 100, 0, False),
+        (10, 0, 1000, True),
+    ],
+)
+def test_pay_back_before_the_cost(cost_s: float, step_ms: float, left: int | None, refused: bool) -> None:
+    why = explain_no_pay_back(cost_s, step_ms, left)
+    assert (why is not None) is refused
+    if why is not None and step_ms:
+        assert why == (
+            "it takes about 10 s once; if it halved the 100 ms of each step, it would pay back after 200 steps,"
+            " and this run has 199 left"
+        )
+
+
+def test_pay_back_after_it() -> None:
+    assert count_pay_back_steps(41, 12) == pytest.approx(3416.7, abs=0.1)
+    assert count_pay_back_steps(41, 0) is None and count_pay_back_steps(41, -3) is None
+
+
+def test_a_twentieth_of_the_run() -> None:
+    assert limit_rehearsal_s(1000, 20) == pytest.approx(1.0) and limit_rehearsal_s(None, 20) == math.inf
+
+
+def test_slower() -> None:
+    assert is_slower(Rehearsed(eager_ms=10, changed_ms=11), 10) and not is_slower(Rehearsed(changed_ms=10.4), 10)
+    assert not is_slower(Rehearsed(changed_ms=0.11), 0.1), "too short to tell"
+    assert not is_slower(Rehearsed(), 10) and not is_slower(Rehearsed(changed_ms=11), None)
+
+
+def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | None = None) -> Outcome:
+    times = Rehearsed(eager_ms=10, changed_ms=changed_ms)
+    return Outcome(rung=rung, on_modules=True, is_costly=costly, rehearsed=times, fault=fault)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "dropped"),
+    [
+        ([outcome("a", 30), outcome("b", 8, costly=True)], []),  # they pay together
+        ([outcome("a", 30), outcome("b", 28)], ["a", "b"]),
+        ([outcome("a", 30), outcome("b", 12, costly=True)], ["a", "b"]),
+        ([outcome("a", 8), outcome("b", 9), outcome("c", 5, costly=True)], []),
+        ([outcome("a", 8), outcome("b", 9)], ["b"]),
+        ([outcome("a", 8), outcome("b", 9, costly=True)], ["b"]),
+        ([outcome("a", 30, fault="it broke"), outcome("b", 9)], []),
+        ([outcome("users", 30), outcome("b", 9)], []),
+        ([Outcome(rung="a", rehearsed=Rehearsed(eager_ms=1, changed_ms=2))], ["a"]),  # an optimizer, by itself
+        ([Outcome(rung="a")], []),
+    ],
+)
+def test_what_a_ladder_switched_on_must_not_be_slower(outcomes: list[Outcome], dropped: list[str]) -> None:
+    judged = drop_slow(outcomes, 10, {"a", "b", "c"})
+    off = [after.rung for before, after in zip(outcomes, judged, strict=True) if after.fault and not before.fault]
+    assert off == dropped
+    assert all("slower on the calls of the first step" in (each.fault or "") for each in judged if each.rung in dropped)
+    assert not any(each.fault for each in drop_slow(outcomes[:1], 10, set()) if outcomes[0].fault is None)
