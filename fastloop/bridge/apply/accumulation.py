@@ -15,6 +15,7 @@ from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_precision import find_precision
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.untouched import untouched
+from fastloop.bridge.fail_open import let_through
 from fastloop.errors import NotApplicable
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
@@ -166,6 +167,7 @@ def explain_difference(strategy: Any, own: Sequence[Piece], merged: Sequence[Pie
             with untouched(module):
                 together = sum((sample(piece, 0) * piece.weight for piece in merged), start=torch.zeros(()))
     except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
+        let_through(error)
         said = " ".join(str(error).split())[:200]
         return f"accumulated and merged could not be compared: {type(error).__name__}: {said}"
     found = measure_difference(apart, [piece.weight for piece in own], together)
