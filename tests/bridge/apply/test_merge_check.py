@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
 from functools import partial
 from typing import Any
 
@@ -146,6 +147,33 @@ def test_the_users_own_error_arrives_once_and_as_it_is() -> None:
 
     with pytest.raises(Mine, match="planted"):
         run(MERGE, EVEN(), Raises, max_epochs=1, **ACCUMULATE)
+
+
+def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
+    """As torch says that a worker was killed: from a handler, wherever the main thread is."""
+
+    class Killed(Exception):
+        pass
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise Killed("planted")
+
+    class Struck(Net):
+        calls: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            Struck.calls.append(batch_idx)
+            if len(Struck.calls) == 2:
+                signal.raise_signal(signal.SIGUSR1)
+            return super().training_step(batch, batch_idx)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(Killed, match="planted"):
+            run(MERGE, EVEN(), Struck, max_epochs=1, **ACCUMULATE)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert Struck.calls == [0, 1], "it struck while gradients were compared"
 
 
 def test_the_users_word_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
