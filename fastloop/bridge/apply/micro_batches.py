@@ -245,7 +245,11 @@ class MicroBatches:
             return None
         if (number := trainer.fit_loop.total_batch_idx) != self._window_of:
             sizes = self.windows.sizes.popleft()
-            if self._joined is not None and self._joined[0] is batch:
+            if self.find_whole(batch) is batch:
+                self._came_apart = None
+            if self._joined is not None and self._joined[0] is not batch:
+                self._joined = None
+            if self._joined is not None:
                 sizes = self._joined[1]
             elif len(sizes) == 1:  # a collate function may have dropped samples
                 sizes = (samples(batch) or sizes[0],)
