@@ -236,6 +236,8 @@ def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
         tried, after = verdict.rehearsed, verdict.pays_back_after_steps
         if tried is None or tried.eager_ms is None or tried.changed_ms is None:
             continue
+        if after is None and verdict.rung not in seen.one_time_s:
+            continue  # nothing to pay back
         took_s, less_ms = seen.one_time_s.get(verdict.rung), tried.eager_ms - tried.changed_ms
         took = verdict.rung if took_s is None else f"{verdict.rung} took {format_s(took_s)}"
         change = f"{short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
