@@ -13,6 +13,10 @@ class Window(list[Any]):
     """Batches of one accumulation window that are not one batch: what cannot be concatenated, or not yet."""
 
 
+class StagedWindow(Window):
+    """One whose batches have been brought to the device, ahead of time."""
+
+
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):

@@ -6,6 +6,7 @@ All of it happens where the loader collates: in its worker processes, if it has 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastloop.feeds.accumulation_windows import Joined
@@ -30,7 +31,11 @@ class WindowDataset:
     def __init__(self, inner: Any, collate: Callable[[Any], Any], *, concatenates: bool) -> None:
         self.inner, self.collate, self.concatenates = inner, collate, concatenates
 
-    def __getitems__(self, indices: Joined) -> Any:
+    def __getitems__(self, indices: Joined) -> Callable[[], Any]:
+        """What makes one window, for the collate function to call: who wraps that expects trouble there."""
+        return partial(self._make, indices)
+
+    def _make(self, indices: Joined) -> Any:
         """One window: the concatenation of its batches, or a `Window` of them where that is none."""
         batches, start = [], 0
         for size in indices.sizes:
@@ -81,6 +86,6 @@ def _make_again(inner: Any, collate: Callable[[Any], Any], concatenates: bool) -
     return WindowDataset(inner, collate, concatenates=concatenates)
 
 
-def hand_through(window: Any) -> Any:
-    """Collate function for what is collated already."""
-    return window
+def collate_window(make: Callable[[], Any]) -> Any:
+    """The collate function that goes with a `WindowDataset`."""
+    return make()

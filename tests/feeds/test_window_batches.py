@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.lazy_loader import clone
-from fastloop.feeds.window_batches import WindowDataset, hand_through
+from fastloop.feeds.window_batches import WindowDataset, collate_window
 
 
 class Numbers(Dataset):
@@ -49,7 +49,7 @@ def windows(dataset: Any, collate: Any, workers: int = 0, concatenates: bool = T
     loader = DataLoader(dataset, batch_size=4, collate_fn=collate, num_workers=workers)
     sampler = WindowSampler(BatchSampler(SequentialSampler(dataset), 4, drop_last=False), window)
     data = WindowDataset(dataset, collate, concatenates=concatenates)
-    return list(clone(loader, {"batch_sampler": sampler, "dataset": data, "collate_fn": hand_through}))
+    return list(clone(loader, {"batch_sampler": sampler, "dataset": data, "collate_fn": collate_window}))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -111,7 +111,7 @@ def mark(worker: int) -> None:
 
 def test_the_stand_in_is_the_dataset_for_whoever_looks_at_it() -> None:
     data = Owner()
-    stand_in: Any = WindowDataset(data, hand_through, concatenates=True)
+    stand_in: Any = WindowDataset(data, torch.stack, concatenates=True)
     assert isinstance(stand_in, Owner) and len(stand_in) == 8 and stand_in[3].tolist() == [3, 0]
     stand_in.mark = 5
     assert data.mark == 5 and not hasattr(stand_in, "nothing")
@@ -124,7 +124,7 @@ def test_the_stand_in_is_the_dataset_for_whoever_looks_at_it() -> None:
         {
             "batch_sampler": sampler,
             "dataset": WindowDataset(data, torch.stack, concatenates=True),
-            "collate_fn": hand_through,
+            "collate_fn": collate_window,
         },
     )
     assert [batch[:, 1].unique().tolist() for batch in merged] == [[7]]

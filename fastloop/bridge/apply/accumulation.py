@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_precision import find_precision
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.untouched import untouched
+from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
 from fastloop.feeds.accumulation_windows import WindowSampler, batches_between_validations, count_used_batches
@@ -135,6 +137,8 @@ def _recount(counters: dict[str, int], convert: Callable[[int], int]) -> dict[st
 # The model runs twice on the first window, with the random streams where they are, without dropout and with BatchNorm
 # on its running statistics, so that nothing but the loss can make a difference. Of that no trace is left.
 
+MOST_COPIED_BYTES = 2**32
+"""Of parameters, to the host."""
 TakeLoss = Callable[[Any, int], Any]
 """training_step's loss for a batch, and the number of that batch in its window."""
 
@@ -144,7 +148,7 @@ def explain_difference(strategy: Any, own: Sequence[Piece], merged: Sequence[Pie
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     scaler = getattr(plugin, "scaler", None)
-    scale = 1.0 if scaler is None else math.sqrt(scaler.get_scale())  # between what underflows and what overflows
+    scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without it float16 underflows; it begins too high
 
     def sample(piece: Piece, number: int) -> torch.Tensor:
         with plugin.train_step_context():
@@ -154,7 +158,7 @@ def explain_difference(strategy: Any, own: Sequence[Piece], merged: Sequence[Pie
         return sample_gradient(loss * scale, parameters)
 
     try:
-        with _quiet(module):
+        with _quiet(strategy), _unwritten(list(module.parameters())):
             with untouched(module):
                 before = _read_streams(strategy)
                 apart = [sample(piece, number) for number, piece in enumerate(own)]
@@ -162,6 +166,7 @@ def explain_difference(strategy: Any, own: Sequence[Piece], merged: Sequence[Pie
             with untouched(module):
                 together = sum((sample(piece, 0) * piece.weight for piece in merged), start=torch.zeros(()))
     except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
+        let_through(error)
         said = " ".join(str(error).split())[:200]
         return f"accumulated and merged could not be compared: {type(error).__name__}: {said}"
     found = measure_difference(apart, [piece.weight for piece in own], together)
@@ -177,12 +182,36 @@ def explain_difference(strategy: Any, own: Sequence[Piece], merged: Sequence[Pie
 
 
 @contextlib.contextmanager
-def _quiet(module: Any) -> Iterator[None]:
+def _unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Parameters that a forward pass writes to are afterwards what they were.
+
+    Raises:
+        NotApplicable: there were such.
+    """
+    versions = [parameter._version for parameter in parameters]
+    few = sum(parameter.nbytes for parameter in parameters) <= MOST_COPIED_BYTES
+    copies = [parameter.detach().to("cpu", copy=True) for parameter in parameters] if few else []
+    try:
+        yield
+    finally:
+        if [parameter._version for parameter in parameters] != versions:
+            with torch.no_grad():
+                for parameter, copied in zip(parameters, copies, strict=False):
+                    parameter.copy_(copied)
+            raise NotApplicable("training_step changes parameters")
+
+
+@contextlib.contextmanager
+def _quiet(strategy: Any) -> Iterator[None]:
     """Without logging, compiling, dropout, and the statistics of a batch."""
+    module, trainer = strategy.lightning_module, strategy.lightning_module.trainer
+    dummy = namespaces.load(namespaces.of(strategy), "loggers.logger.DummyLogger")
     norms = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     trained = [part for part in norms if part.training and part.track_running_stats]
     with contextlib.ExitStack() as undo:
         undo.enter_context(attribute(module, "log", lambda *_args, **_named: None))
+        undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [dummy() for _ in trainer.loggers]
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(without_functional_dropout())
         undo.callback(switch_off_dropout(module))

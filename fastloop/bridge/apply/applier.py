@@ -278,7 +278,9 @@ class Applier:
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             compares = not changed.wants.get("step.loss_is_mean")
-            self.micro = MicroBatches(samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn)
+            self.micro = MicroBatches(
+                samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn, one_time=self.one_time
+            )
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:

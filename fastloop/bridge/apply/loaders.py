@@ -15,7 +15,7 @@ from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.tried_workers import TriedWorkers
-from fastloop.feeds.window_batches import WindowDataset, hand_through
+from fastloop.feeds.window_batches import WindowDataset, collate_window
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Undo
 
@@ -143,7 +143,7 @@ class TrainLoaders:
         if facts.transfer_hooks:  # they get the user's batches too, and what they make of them is concatenated
             self._undo("loader.window", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
         data = WindowDataset(loader.dataset, loader.collate_fn, concatenates=not facts.transfer_hooks)
-        return {"batch_sampler": self._merge.make_sampler(loader), "dataset": data, "collate_fn": hand_through}
+        return {"batch_sampler": self._merge.make_sampler(loader), "dataset": data, "collate_fn": collate_window}
 
     def train_start(self) -> None:
         """Optimizers, schedulers and restored counters are there."""

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from fastloop.bridge.apply.accumulation import explain_difference
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
 from fastloop.errors import FastLoopError
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
@@ -40,6 +40,7 @@ class MicroBatches:
         strict: a batch that cannot be cut or merged is an error, raised before anything is computed from it.
         compares: the first window's gradient decides whether windows are merged; False: they are, by the user's word.
         warn: takes one line for the user.
+        one_time: the ledger of costs that are none of a step's.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class MicroBatches:
         strict: bool = False,
         compares: bool = True,
         warn: Callable[[str], None] = lambda _line: None,
+        one_time: OneTime | None = None,
     ) -> None:
         self.micro, self.rung, self.strict, self.warn = micro, rung, strict, warn
         self.windows: WindowSampler | None = None
@@ -67,7 +69,8 @@ class MicroBatches:
         self.apart = False
         """The window at hand runs as the user's own batches."""
         self.apart_steps, self._apart_why = 0, ""
-        self._undecided, self._compared_s = compares, 0.0
+        self._undecided = compares
+        self._one_time = one_time or OneTime()
         self._came_apart: tuple[Window, str] | None = None
         """The last window whose batches are not one batch, and why."""
         self._joined: tuple[Any, tuple[int, ...]] | None = None
@@ -86,7 +89,6 @@ class MicroBatches:
             "merged_batches": self.windows.window if self.windows else 1,
             "apart_steps": self.apart_steps,
             "apart_why": self._apart_why or None,
-            "compared_s": self._compared_s or None,
         }
 
     def take_window(self, batches: Window) -> Any:
@@ -200,14 +202,13 @@ class MicroBatches:
             return [], str(error)
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
-        begun, step = time.perf_counter(), strategy.lightning_module.training_step
+        step = strategy.lightning_module.training_step
 
         def take_loss(batch: Any, number: int) -> Any:
             return get_loss(step(batch, *self._number(rest, number)))
 
-        reason = explain_difference(strategy, own, merged, take_loss)
-        self._compared_s = time.perf_counter() - begun
-        return reason
+        with self._one_time.span("rehearsal"):
+            return explain_difference(strategy, own, merged, take_loss)
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
         """Why windows are not merged in this run, on any rank."""
@@ -244,7 +245,11 @@ class MicroBatches:
             return None
         if (number := trainer.fit_loop.total_batch_idx) != self._window_of:
             sizes = self.windows.sizes.popleft()
-            if self._joined is not None and self._joined[0] is batch:
+            if self.find_whole(batch) is batch:
+                self._came_apart = None
+            if self._joined is not None and self._joined[0] is not batch:
+                self._joined = None
+            if self._joined is not None:
                 sizes = self._joined[1]
             elif len(sizes) == 1:  # a collate function may have dropped samples
                 sizes = (samples(batch) or sizes[0],)

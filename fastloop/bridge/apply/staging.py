@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply import read_facts
-from fastloop.feeds.batch_tree import Window, tensors
+from fastloop.feeds.batch_tree import StagedWindow, Window, tensors
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
 
@@ -84,7 +84,7 @@ class Staging:
     def stage(self, batch: Any) -> Any:
         """What Lightning does with a batch up to and with the transfer, but ahead of time."""
         if isinstance(batch, Window):
-            return Window(self.stage(each) for each in batch)
+            return StagedWindow(self.stage(each) for each in batch)
         batch = self.strategy.precision_plugin.convert_input(batch)
         if self._before_transfer is not None:
             batch = self._before_transfer(batch, 0)
@@ -95,7 +95,7 @@ class Staging:
         """`finish` for each batch of a window, and before it the hook that Lightning would have run on it."""
         done = Window()
         for batch in batches:
-            if self._before_transfer is not None and not self.is_ahead:
+            if self._before_transfer is not None and not isinstance(batches, StagedWindow):
                 batch = self._before_transfer(batch, dataloader_idx)
             done.append(self.finish(batch, partial(move, batch), dataloader_idx))
         return done

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,13 +69,22 @@ def test_means_are_merged(precision: Any) -> None:
     """The control: the same sentences without padding, and cross-entropy over samples."""
     plain, ours = both(MERGE, partial(sentences, TOKENS), Tagger, max_epochs=2, precision=precision, **ACCUMULATE)
     assert ours.verdict("batch").took is True and ours.seen("batch")["changed_steps"] == 6
-    assert ours.seen("batch")["compared_s"] > 0 and ours.module.samples == plain.module.samples
+    assert ours.loop is not None and ours.loop.measurement is not None
+    assert (ours.loop.measurement.one_time_s["rehearsal"] or 0) > 0 and ours.module.samples == plain.module.samples
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_rounding_hides_no_weights(precision: Any) -> None:
     ours = run(MERGE, sentences(6), Tagger, max_epochs=1, precision=precision, **ACCUMULATE)
     assert ours.verdict("batch").took is False and "not a mean over samples" in ours.verdict("batch").why
+
+
+@pytest.mark.parametrize(("shortest", "took"), [(TOKENS, True), (6, False)])
+def test_with_the_scaler_of_float16(shortest: int, took: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    ours = run(MERGE, sentences(shortest), Tagger, max_epochs=1, plugins=plugins, **ACCUMULATE)
+    assert ours.verdict("batch").took is took and ("is not a mean" in ours.verdict("batch").why) is not took
 
 
 class Contrast(Net):
@@ -135,6 +147,33 @@ def test_the_users_own_error_arrives_once_and_as_it_is() -> None:
 
     with pytest.raises(Mine, match="planted"):
         run(MERGE, EVEN(), Raises, max_epochs=1, **ACCUMULATE)
+
+
+def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
+    """As torch says that a worker was killed: from a handler, wherever the main thread is."""
+
+    class Killed(Exception):
+        pass
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise Killed("planted")
+
+    class Struck(Net):
+        calls: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            Struck.calls.append(batch_idx)
+            if len(Struck.calls) == 2:
+                signal.raise_signal(signal.SIGUSR1)
+            return super().training_step(batch, batch_idx)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(Killed, match="planted"):
+            run(MERGE, EVEN(), Struck, max_epochs=1, **ACCUMULATE)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert Struck.calls == [0, 1], "it struck while gradients were compared"
 
 
 def test_the_users_word_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +247,48 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
+
+
+class Writes(Net):
+    """Logs by hand, and has a teacher that follows its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(8, 16).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.write(batch_idx)
+        self.teacher.weight.lerp_(self.net[0].weight.detach(), 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class Book(Logger):
+    """A logger that keeps what it is told."""
+
+    name = version = "book"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[int] = []
+        self.experiment = self
+
+    def write(self, batch_idx: int) -> None:
+        self.written.append(batch_idx)
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_loggers_and_parameters_are_left_alone() -> None:
+    books = [Book(), Book()]
+    plain, ours = (
+        run(rungs, EVEN(), Writes, max_epochs=2, logger=book, **ACCUMULATE)
+        for rungs, book in zip((None, MERGE), books, strict=True)
+    )
+    assert books[0].written == books[1].written == [*range(12)] * 2
+    assert "NotApplicable: training_step changes parameters" in ours.verdict("batch").why
+    assert accumulated_like(plain, ours) and ours.trainer.loggers == [books[1]]
 
 
 class Normed(Net):
