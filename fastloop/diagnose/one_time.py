@@ -15,7 +15,7 @@ from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
 from fastloop.diagnose.finding import bound_gain_pct
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records.measurement import AUTOTUNE, COMPILE, GAPS, VALIDATION_COMPILE, Measurement
-from fastloop.records.plan import Finding, Verdict
+from fastloop.records.plan import Finding, Rehearsed, Verdict
 from fastloop.records.readings import micro_batches, read_step_ms, to_number
 
 STORM = "compile_storm"
@@ -24,9 +24,9 @@ STORM_STEPS = 6
 """Steps with a compile from which on it is not a matter of the first steps, the first validation and a last batch."""
 STORM_PCT = 10.0
 """Share of the fit that such compiles must have taken to be named."""
-SLOWER = {"eager_steps": 1.05, "rehearsal": 1.1}
-"""Times the reference beyond which the whole interval must lie. A rehearsal is of some modules, not of all the forward,
-and of one batch."""
+SLOWER = {"eager_steps": 1.05, "rehearsal": 1.5}
+"""Times the reference beyond which the whole interval must lie. A rehearsal is of the modules alone, while a
+training_step also computes losses and metrics."""
 FEWEST = 5
 """Steps, of each kind, without which nothing is compared."""
 
@@ -129,7 +129,8 @@ def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> tuple[Ti
 
     Where batches differ in size, the quickest tenth of the steps must be slower too: the rehearsed one may be small.
     """
-    eager = [ms for verdict in active if verdict.rehearsed and (ms := to_number(verdict.rehearsed.eager_ms))]
+    tried = [verdict.rehearsed for verdict in active if verdict.rehearsed and verdict.rehearsed.of_batch]
+    eager = [ms for each in tried if (ms := to_number(each.eager_ms))]
     parts = [to_number(seen.parts_ms.get(part)) for part in ("forward", "backward")]
     now, mean, quickest = _read_steady(seen), read_step_ms(seen), to_number(seen.step_ms.get("p10"))
     if not eager or now is None or mean is None or quickest is None or parts[0] is None or parts[1] is None:
@@ -154,14 +155,15 @@ def _read_steady(seen: Measurement) -> Times | None:
 
 def _blame(seen: Measurement, active: Sequence[Verdict]) -> list[str]:
     """The rung that costs: the one that rehearsed slowest against what was kept before it, where it cost anything; else
-    the one that goes on paying what should come once; else all that are on."""
+    the one that goes on paying what should come once; else all that were rehearsed, or are on."""
     costs, before = dict[str, float](), None
     for verdict in active:
-        tried = verdict.rehearsed
-        eager, changed = (None, None) if tried is None else (to_number(tried.eager_ms), to_number(tried.changed_ms))
-        before = eager if before is None else before
-        if before is not None and changed is not None:
-            costs[verdict.rung], before = changed - before, changed
+        tried = verdict.rehearsed or Rehearsed()
+        eager, changed = to_number(tried.eager_ms), to_number(tried.changed_ms)
+        if eager is None or changed is None:
+            continue
+        costs[verdict.rung] = changed - (before if tried.of_batch and before is not None else eager)
+        before = changed if tried.of_batch else before
     if costs and max(costs.values()) > 0:
         return [max(costs, key=costs.__getitem__)]
     again = [verdict.rung for verdict in active if seen.one_time_s.get(verdict.rung)]

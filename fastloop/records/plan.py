@@ -130,6 +130,8 @@ class Rehearsed:
     """Of the modules as the user wrote them."""
     changed_ms: float | None = None
     """Of the same with this rung and those kept before it."""
+    of_batch: bool = False
+    """The times are of all that these modules did for one batch; not of some of their calls, nor of the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,11 @@ def test_an_alarm_takes_the_place_of_nothing_to_gain() -> None:
 # -- slower than without -----------------------------------------------------------------------------------------------
 
 
-def took(rung: str = "compile", eager: float | None = 10.0, changed: float | None = 6.0) -> Verdict:
-    return Verdict(rung=rung, took=True, rehearsed=Rehearsed(eager_ms=eager, changed_ms=changed))
+def took(
+    rung: str = "compile", eager: float | None = 10.0, changed: float | None = 6.0, of_batch: bool = True
+) -> Verdict:
+    tried = Rehearsed(eager_ms=eager, changed_ms=changed, of_batch=of_batch)
+    return Verdict(rung=rung, took=True, rehearsed=tried)
 
 
 def steady(mean: float, spread: float = 1.0, n: int = 60, **changes: Any) -> Measurement:
@@ -135,6 +138,8 @@ def test_a_rehearsal_is_a_reference_too() -> None:
         (steady(21.4, evidence=EAGER, parts={"validation": 10.5}), (took(),)),  # the eager steps had no validation
         (steady(11.0), (took(eager=10.0),)),  # 9.9 ms of forward and backward
         (steady(24.0, spread=13.0), (took(eager=10.0),)),  # batches differ: the quickest tenth takes 9.9 ms
+        (steady(16.0), (took(eager=10.0),)),  # 14.4 ms: the rest may be losses and metrics
+        (steady(24.0), (took("fused", eager=0.5, changed=0.4, of_batch=False),)),  # an optimizer's step
         (Measurement(), (took(),)),
         (Measurement(steps=60, step_ms={"mean": 21.4}, evidence=EAGER), (took(),)),  # no spread: an older file
         (steady(21.4, evidence=eager()), (Verdict(rung="compile", took=True),)),
@@ -152,6 +157,7 @@ def test_what_is_not_certain_is_not_said(seen: Measurement, verdicts: tuple[Verd
         ((took("layout", 10.0, 9.0), took("amp", 10.0, 7.0), took("compile", 10.0, 7.2)), {}, "compile"),  # kept before
         ((took("layout", 10.0, 9.0), took("compile", 10.0, 7.0)), compiled(ms_per_step=5.0), "compile"),
         ((took("layout", 10.0, 9.0), took("compile", 10.0, 7.0)), {}, "layout or compile"),
+        ((took("amp", 10.0, 7.0), took("fused", 0.5, 0.4, of_batch=False)), {}, "amp or fused"),
         ((Verdict(rung="pin", took=True), Verdict(rung="amp", took=True)), {}, "pin or amp"),
     ],
 )

@@ -17,8 +17,7 @@ from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.fail_open import let_through
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
@@ -201,6 +200,8 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
+        if self.rehearsal is not None:
+            self.rehearsal.note_batch(args)
         if self._late_conversions and args:
             for convert in self._late_conversions:
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)

@@ -22,9 +22,8 @@ from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, m
 from fastloop.bridge.apply.remembered import Remembered
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
-from fastloop.bridge.fail_open import let_through
 from fastloop.bridge.watch.session import count_planned_steps
-from fastloop.errors import FastLoopError, NotApplicable
+from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
@@ -83,6 +82,10 @@ class Rehearsal:
         self._began_at = site.trainer.global_step
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
         self._without_dropout = Played()
+
+    def note_batch(self, batch: Any) -> None:
+        """The first batch is about to be trained on."""
+        self._recorder.note_batch(batch)
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
@@ -211,7 +214,9 @@ class Rehearsal:
             fault=fault,
             on_modules=True,
             is_costly=_is_costly(step),
-            rehearsed=Rehearsed(deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms),
+            rehearsed=Rehearsed(
+                deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole
+            ),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if first_s is not None else None,
         )
 

@@ -130,7 +130,8 @@ def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
         rate *= 1 - max(0, at_end - at_start) / window.batches
         drained = True
     queued = watch.clock.queued_batches
-    enough = window.batches >= 10 * queued or (drained and not queued)
+    # Workers fill their queues while the loop compiles: as many batches more that were not made in the time counted.
+    enough = window.batches >= 10 * queued * (1 + window.steps_with_once) or (drained and not queued)
     tokens, real = watch.tokens.per_sample()
     usd_per_hour = watch.settings.usd_per_gpu_hour if watch.device.type == "cuda" else None
     found = {

@@ -6,10 +6,11 @@ import linecache
 import re
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Literal
 
 Owner = Literal["user", "torch", "lightning", "fastloop", "library", "package", "generated"]
@@ -21,6 +22,9 @@ _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
 """The hunters themselves, who sit between the user's line and what it called."""
+_RUNGS, _FEEDS = "fastloop.rungs.", "fastloop.feeds."
+_COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
+"""What runs compiled code."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
 """Where Lightning begins: what called these is the user's script as a whole, and not the line to blame."""
 
@@ -43,7 +47,9 @@ class Site:
     where: str
     """``train.py:42``, relative to the working directory, or to the folder a package lies in."""
     users: bool
-    """A line of the user's own; else the innermost of Lightning's, of a package's or of fastloop's."""
+    """A line of the user's own; else the innermost of Lightning's or of a package's."""
+    ours: bool = False
+    """fastloop itself did it, and `where` says for which rung, as far as that can be told."""
     text: str = ""
     """What stands there: the very expression from Python 3.11 on, else the line."""
     inside: str | None = None
@@ -60,15 +66,20 @@ class Site:
 def find_site(start: FrameType | None) -> Site:
     """The place to blame for what happens in the frame `start`, by walking outwards; holds no frame afterwards."""
     frame, between, cause, optimizer = start, list[str](), None, False
-    places: dict[Owner, FrameType] = {}
+    ours, compiled, places = list[str](), False, dict[Owner, FrameType]()
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         owner = _find_owner(frame.f_code.co_filename, module)
         if owner == "user":
             places["user"] = frame
-        if owner == "user" or _is_entry(owner, module, function) or (owner == "fastloop" and not places):
+        if owner == "user" or _is_entry(owner, module, function):
             places.setdefault(owner, frame)
             break
+        compiled = compiled or (not places and module.startswith(_COMPILED))
+        if owner == "fastloop" and not places:
+            ours.append(module)
+            if not compiled:  # else it only called what was compiled of the user's code
+                break
         if owner == "torch" and not places:
             between.append(function)
             optimizer = optimizer or module.startswith("torch.optim")
@@ -76,18 +87,43 @@ def find_site(start: FrameType | None) -> Site:
         if owner in ("lightning", "package"):
             places.setdefault(owner, frame)
         frame = frame.f_back
-    order: tuple[Owner, ...] = ("user", "lightning", "package", "fastloop")
+    order: tuple[Owner, ...] = ("user", "package", "lightning") if ours else ("user", "lightning", "package")
     place = next((places[owner] for owner in order if owner in places), start)
-    package = places.get("package")
+    package, is_ours = places.get("package"), bool(ours) and not places
     return Site(
-        where=_where(place),
+        where=name_ours(ours[-1]) if is_ours else _where(place),
         users="user" in places,
+        ours=is_ours,
         text=_text(place),
         cause=cause,
         through=tuple(reversed(between)),
         inside=_where(package) if package is not None and package is not place else None,
         of_optimizer=optimizer,
         of_loading=_loading(start),
+    )
+
+
+@lru_cache(maxsize=256)
+def name_ours(module: str) -> str:
+    """What to call fastloop's own code: by its rung where only one has to do with this module, never by a file."""
+    reached, rungs = {module}, {module} if module.startswith(_RUNGS) else set[str]()
+    loaded = {name: vars(each) for name, each in sys.modules.items() if name.startswith((_RUNGS, _FEEDS))}
+    layer = set[str]() if rungs else {module}
+    while layer and not rungs:
+        layer = {name for name, names in loaded.items() if name not in reached and _imports(names, layer)}
+        reached |= layer
+        rungs = {name for name in layer if name.startswith(_RUNGS)}
+    if len(rungs) != 1:
+        return "fastloop itself"
+    return f"fastloop's own rung {rungs.pop().removeprefix(_RUNGS).partition('.')[0]}"
+
+
+def _imports(names: Mapping[str, Any], modules: set[str]) -> bool:
+    """Whether one of these modules, or something made in one of them, is among a module's names."""
+    values = list(names.values())
+    return any(
+        (each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", None)) in modules
+        for each in values
     )
 
 

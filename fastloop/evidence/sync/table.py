@@ -48,6 +48,7 @@ ADVICE: dict[str, str] = {
     "check for NaN": "detect_anomaly=False outside of debugging",
     "callback of Lightning's": "let it come less often: every_n_train_steps, every_n_epochs, or its own interval",
 }
+OUR_ADVICE = "nothing in your code: switch that rung off where it costs more than it saves"
 OTHER_ADVICE = "move it out of the step, or do it every 50 steps"
 
 _CALLS: dict[str, str] = {
@@ -291,6 +292,8 @@ def _row(where: str, line: _Line, steps: int) -> dict[str, Any]:
 def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
     """Line, label and advice of one kind of synchronisation."""
     where, label = site.where, what
+    if site.ours:
+        return where, label, OUR_ADVICE
     if site.cause is not None:
         what = label = name_cause(site.cause.kind, name or site.cause.name)
         logged_at = _logging(site.cause, name, logs)

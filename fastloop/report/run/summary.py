@@ -231,22 +231,24 @@ def format_s(seconds: float | None) -> str:
 
 def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
     """For each rung that was rehearsed and costs something once: when it would have paid that back. No verdict."""
-    found = []
+    found, before_ms = list[str](), None
     for verdict in verdicts:
-        tried, after = verdict.rehearsed, verdict.pays_back_after_steps
+        tried, after, took_s = verdict.rehearsed, verdict.pays_back_after_steps, seen.one_time_s.get(verdict.rung)
         if tried is None or tried.eager_ms is None or tried.changed_ms is None:
             continue
-        if after is None and verdict.rung not in seen.one_time_s:
-            continue  # nothing to pay back
-        took_s, less_ms = seen.one_time_s.get(verdict.rung), tried.eager_ms - tried.changed_ms
-        took = verdict.rung if took_s is None else f"{verdict.rung} took {format_s(took_s)}"
+        less_ms = (before_ms if tried.of_batch and before_ms is not None else tried.eager_ms) - tried.changed_ms
+        if tried.of_batch and verdict.took is not False:  # it was kept, and later ones were tried with it
+            before_ms = tried.changed_ms
+        if after is None and not took_s:
+            continue  # it costs nothing once
+        took = f"{verdict.rung} took {format_s(took_s)};" if took_s else f"{verdict.rung}:"
         change = f"{short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
         if after is None:
             when = "would not pay back" if less_ms <= 0 else "when it would pay back is not known"
         else:
             when = f"would pay back after about {short(_round(after))} steps"
         has = "" if seen.total_steps is None else f", this run has {seen.total_steps:,d}"
-        found.append(f"{took}; on the rehearsed batch {change} (no verdict): {when}{has}")
+        found.append(f"{took} on the rehearsed batch {change} (no verdict): {when}{has}")
     return found
 
 

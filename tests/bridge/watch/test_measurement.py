@@ -159,6 +159,26 @@ WINDOW = Window(
 )
 
 
+@pytest.mark.parametrize(("once", "short"), [(0, False), (1, True)])
+def test_a_queue_that_filled_up_during_a_compile_asks_for_a_longer_window(once: int, short: bool) -> None:
+    made = Watch(CPU, settings())
+    made.clock.queued_batches = 2
+    made.window = replace(WINDOW, once_s=(5.0,) * once + (0.0,) * (20 - once), once_total_s=5.0 * once)
+    measured = build_measurement(made, {}, {})
+    assert measured.window_too_short is short and measured.wall_ms == 2000.0
+    assert measured.samples_per_s == pytest.approx(40.0), "the compile is in neither"
+
+
+def test_costs_in_many_steps_stay_in_the_figures() -> None:
+    made = Watch(CPU, settings())
+    made.window = replace(WINDOW, once_s=(0.5,) * 4 + (0.0,) * 16, once_total_s=2.0)
+    measured = build_measurement(made, {}, {"compilation": {"count": 4}})
+    assert measured.evidence["compilation"] == {"count": 4, "ms_per_step": pytest.approx(100.0)}
+    assert measured.wall_ms == pytest.approx(4000.0) and measured.samples_per_s == pytest.approx(20.0)
+    assert measured.step_ms["mean"] == pytest.approx(200.0) and measured.step_ms["p90"] == pytest.approx(600.0)
+    assert measured.parts_ms["host_other"] == pytest.approx(100.0)
+
+
 def of_window(
     window: Window,
     device: torch.device = CPU,

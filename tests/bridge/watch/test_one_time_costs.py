@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastloop import FastLoop
+from fastloop.bridge.apply.rehearsal import Rehearsal
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.records.measurement import Measurement
+from fastloop.report.run import summary
 from tests.bridge.watch.made_up import forget_compiles
 from tests.models import trainer
 
@@ -179,16 +181,65 @@ def test_a_rehearsal_is_in_no_step_and_its_compile_counts_as_one() -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 10:
                 assert loop._eyes is not None
+                began = time.perf_counter()
                 with loop._eyes.one_time.span("rehearsal"):
                     time.sleep(COMPILE_S)
                     torch.compile(torch.nn.Linear(3, 3), backend=slow(0.3))(torch.randn(2, 3))
+                took_s.append(time.perf_counter() - began)
 
+    took_s: list[float] = []
     loop = FastLoop({"watch": {"warmup_steps": 4}}, quiet=True)
     trainer(callbacks=[Rehearses(), loop], max_steps=STEPS, max_epochs=-1).fit(Compiled(), batches())
     measured = seen(loop)
     assert (measured.one_time_s["rehearsal"] or 0.0) >= COMPILE_S and (measured.one_time_s["compile"] or 0.0) >= 0.3
-    assert sum(seconds or 0.0 for seconds in measured.one_time_s.values()) < COMPILE_S + 1.0, "each moment counts once"
+    in_all = sum(seconds or 0.0 for seconds in measured.one_time_s.values())
+    assert in_all == pytest.approx(took_s[0], abs=0.1), "each moment counts once"
     assert (measured.wall_ms or 0.0) < 1e3 * COMPILE_S, "of 36 steps of some milliseconds"
+
+
+@pytest.mark.parametrize("rehearsal", ["on", "off"])
+def test_the_rehearsal_of_a_rung_is_told_apart(rehearsal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Rehearsal.run
+    monkeypatch.setattr(Rehearsal, "run", lambda self: (time.sleep(COMPILE_S), run(self))[1])
+    config = {"watch": {"warmup_steps": 1}, "rehearsal": rehearsal, "rungs": {"amp": {"enabled": True}}}
+    loop = FastLoop(config, quiet=True)
+    trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1).fit(Compiled(), batches())
+    took, measured = seen(loop).one_time_s["rehearsal"], seen(loop)
+    assert took is not None and (took >= COMPILE_S if rehearsal == "on" else took == 0.0)
+    assert (loop.verdicts[0].rehearsed is not None) is (rehearsal == "on")
+    assert measured.steps == STEPS - 2 and (measured.wall_ms or 0.0) < 1e3 * COMPILE_S, "from the second step on"
+
+
+class Naps(torch.nn.Linear):
+    """A layer that sleeps, from a step on."""
+
+    def __init__(self, from_step: int) -> None:
+        super().__init__(8, 1)
+        self.steps, self.from_step = 0, from_step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03 if self.steps >= self.from_step else 0.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("from_step", [5, 0])
+def test_steps_that_turn_out_slower_than_rehearsed_are_said_first(from_step: int) -> None:
+    class Slow(Compiled):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.net.steps += 1
+
+    module, config = Slow(), {"watch": {"warmup_steps": 8}, "rungs": {"amp": {"enabled": True}}}
+    module.net, module.step_s = Naps(from_step), 0.0
+    loop = FastLoop(config, quiet=True)
+    trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1).fit(module, batches())
+    rehearsed, first = loop.verdicts[0].rehearsed, loop.findings[0]
+    assert rehearsed is not None and rehearsed.of_batch and rehearsed.eager_ms is not None
+    assert (rehearsed.eager_ms < 15) is bool(from_step), "or there was nothing to compare with"
+    assert (first.title == "SLOWER WITH AMP") is bool(from_step), loop.findings
+    if from_step:
+        line = summary.lines(seen(loop), loop.plan, loop.verdicts, loop.findings)[0]
+        assert "with amp, without rungs the rehearsed batch took" in line and "(n = 31, slower by" in line
+        assert first.patch == {"rungs": {"amp": {"enabled": False}}}
 
 
 def test_nothing_compiled_is_no_time_and_a_torch_that_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

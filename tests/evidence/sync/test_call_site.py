@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastloop.ladder  # noqa: F401  (all rungs, by whose imports their own code is known)
 from fastloop.evidence.sync import call_site
 from fastloop.evidence.sync.call_site import Cause, Site, find_logged_name, find_site
 
@@ -24,6 +25,12 @@ METRICS = (f"{PACKAGES}/torchmetrics/metric.py", "torchmetrics.metric", "forward
 LIBRARY = (os.path.join(os.path.dirname(os.__file__), "functools.py"), "functools", "wrapper")
 RECIPE = (f"{PACKAGES}/fastloop/_shipped/recipes/gpt2.py", "recipes.gpt2", "forward")
 OURS = (f"{PACKAGES}/fastloop/rungs/batch.py", "fastloop.rungs.batch", "split")
+FEED = (f"{PACKAGES}/fastloop/feeds/short_batches.py", "fastloop.feeds.short_batches", "call")
+CALLS = (f"{PACKAGES}/fastloop/feeds/compiled_calls.py", "fastloop.feeds.compiled_calls", "call")
+TREE = (f"{PACKAGES}/fastloop/feeds/batch_tree.py", "fastloop.feeds.batch_tree", "tensors")
+APPLIER = (f"{PACKAGES}/fastloop/bridge/apply/applier.py", "fastloop.bridge.apply.applier", "to_device")
+DYNAMO = (f"{PACKAGES}/torch/_dynamo/eval_frame.py", "torch._dynamo.eval_frame", "compile_wrapper")
+GENERATED = ("<eval_with_key>.5", "made", "forward")
 HUNTER = (f"{PACKAGES}/fastloop/evidence/sync/hunt.py", "fastloop.evidence.sync.hunt", "run")
 
 
@@ -55,7 +62,15 @@ def called(*frames: Frame, **names: Any) -> Site:
         ((SCRIPT, FIT, LOOP, METRICS, TORCH), "lightning/pytorch/loops/epoch.py:3", False),
         ((SCRIPT, LIBRARY), "project/main.py:3", True),
         ((SCRIPT, FIT, LOOP, RECIPE), "recipes/gpt2.py:3", True),
-        ((SCRIPT, OURS, TORCH), "fastloop/rungs/batch.py:3", False),
+        ((SCRIPT, OURS, TORCH), "fastloop's own rung batch", False),
+        ((SCRIPT, FIT, LOOP, OURS), "fastloop's own rung batch", False),
+        ((SCRIPT, FIT, LOOP, USER, FEED), "fastloop's own rung compile", False),
+        ((SCRIPT, FIT, LOOP, USER, CALLS, DYNAMO, GENERATED), "project/train.py:3", True),
+        ((SCRIPT, FIT, LOOP, CALLS, DYNAMO, GENERATED), "lightning/pytorch/loops/epoch.py:3", False),
+        ((SCRIPT, FIT, LOOP, CALLS, DYNAMO, USER, TORCH), "project/train.py:3", True),
+        ((SCRIPT, FIT, LOOP, APPLIER, LOOP, USER), "project/train.py:3", True),
+        ((SCRIPT, FIT, LOOP, APPLIER), "fastloop itself", False),
+        ((SCRIPT, FIT, LOOP, TREE), "fastloop itself", False),
         ((USER, HUNTER, TORCH), "project/train.py:3", True),
         ((SCRIPT, ("<string>", "made", "__init__")), "project/main.py:3", True),
         ((("<stdin>", "__main__", "f"),), "<stdin>:3", True),
@@ -71,6 +86,14 @@ def called(*frames: Frame, **names: Any) -> Site:
         "library",
         "recipe",
         "ours",
+        "ours_in_a_hook",
+        "ours_below_the_users",
+        "users_compiled",
+        "lightnings_compiled",
+        "users_below_compiled",
+        "users_below_ours",
+        "of_no_rung",
+        "of_the_bridge",
         "hunter",
         "generated",
         "stdin",

@@ -87,3 +87,12 @@ def test_threads_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert tally.rows(1)[0]["per_step"] == 8000
+
+
+def test_what_fastloop_does_itself_is_its_own_cost() -> None:
+    """A file of ours had been named first, with 37 synchronisations a step, and advice to its user."""
+    tally = Tally()
+    tally.add(Site(where="fastloop's own rung compile", users=False, ours=True), ".item()", 0.2)
+    (row,) = tally.rows(1)
+    assert row["where"] == "fastloop's own rung compile" and row["what"] == ".item()"
+    assert row["instead"].startswith("nothing in your code")

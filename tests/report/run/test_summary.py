@@ -409,7 +409,7 @@ def test_one_time_costs_are_one_line() -> None:
             28.0,
             3417.0,
             {},
-            "compile; on the rehearsed batch 12 ms less (no verdict):"
+            "compile: on the rehearsed batch 12 ms less (no verdict):"
             " would pay back after about 3,400 steps, this run has 60",
         ),
         (
@@ -447,6 +447,21 @@ def test_a_rehearsal_says_when_it_would_pay_back(changed_ms: float, after: float
     assert f"PAY-BACK {said}" in lines and not BOAST.findall(said)
     without = [Verdict(rung="amp", took=True, rehearsed=Rehearsed()), Verdict(rung="pin", took=True)]
     assert summary.list_pay_backs(SEEN, without) == []
+    free = Verdict(rung="amp", took=True, rehearsed=Rehearsed(eager_ms=40.0, changed_ms=20.0))
+    assert summary.list_pay_backs(dataclasses.replace(SEEN, one_time_s=ONCE), [free]) == [], "it costs nothing once"
+
+
+def test_what_a_rung_saves_is_beyond_those_kept_before_it() -> None:
+    tried = [("amp", True, 25.0), ("layout", False, 30.0), ("compile", True, 20.0)]
+    verdicts = [
+        Verdict(rung=rung, took=took, rehearsed=Rehearsed(eager_ms=40.0, changed_ms=ms, of_batch=True))
+        for rung, took, ms in tried
+    ]
+    verdicts[-1] = dataclasses.replace(verdicts[-1], pays_back_after_steps=8240.0)
+    (line,) = summary.list_pay_backs(dataclasses.replace(SEEN, one_time_s=ONCE), verdicts)
+    assert line.startswith(
+        "compile took 41 s; on the rehearsed batch 5 ms less (no verdict): would pay back after about"
+    )
 
 
 def test_an_alarm_stands_in_the_first_line_and_all_fits() -> None:
