@@ -139,7 +139,7 @@ class Applier:
                     self._skip(step, reason)
         return loader
 
-    def train_start(self) -> None:
+    def train_start(self, count: Callable[[Callable[[], object], int | None], None] = lambda *_: None) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._run("train_start")
         if self.loaders is not None:
@@ -147,7 +147,9 @@ class Applier:
         if self._held and self.terms is not None and self._site is not None:
             held = [step for step in self.plan.planned if step.rung in self._held]
             settings = partial(getattr, self.ladder)
-            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
+            hands = Hands(
+                apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say, count=count
+            )
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
     def first_batch_done(self, batch: Any) -> None:

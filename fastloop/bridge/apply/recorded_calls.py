@@ -56,6 +56,10 @@ class CallRecorder:
                 inner.register_forward_hook(self._make_after(name)),
             ]
 
+    @property
+    def is_recording(self) -> bool:
+        return bool(self._hooks)
+
     def note_batch(self, batch: Any) -> None:
         """Know the tensors of the batch that is about to be trained on."""
         self._of_batch = {id(each): each for each in tensors(batch)}
