@@ -185,7 +185,7 @@ MISTYPED = [
         "run safe",
         "safe",
         "neither it nor its bases name a recipe, so there is nothing to train",
-        "write base: with one of cifar10, gpt2, resnet50",
+        "write one of cifar10, gpt2, resnet50, with --config safe",
     ),
 ]
 

@@ -312,7 +312,7 @@ def test_a_missing_checkpoint(trust: list[str], fastloop: CommandLine) -> None:
     said = fastloop("run", NET, "run.resume=gone.ckpt", *trust)
     assert (said.code, said.err.splitlines()[:2]) == (
         2,
-        ["fastloop: got run.resume: gone.ckpt (command line)", "  why there is no such file"],
+        ["fastloop: got run.resume: 'gone.ckpt' (command line)", "  why there is no such file"],
     )
 
 

@@ -26,7 +26,7 @@ def hear_only(callback: Callback, *hooks: str) -> None:
 class Beats(Callback):
     """Writes ``step steps process`` into a file of each rank: ``beat`` of the first, ``beat.1`` of the next.
 
-    At every batch, by one call of about a microsecond into a file that stays open: of a training that stops, the last
+    At every batch, by one call of some microseconds into a file that stays open: of a training that stops, the last
     step is told and not one of half a second ago. A slow training is not a hung one: each batch counts, also of a
     validation, and so does each stage it gets to.
     """
