@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,11 +46,28 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, to
                     found[way] = value
             elif not isinstance(value, _CLOSED) and id(value) not in seen and len(seen) < MEMBERS:
                 seen.add(id(value))
-                inside += ((f"{way}.{key}", member) for key, member in _open(value))
+                inside += ((f"{way}.{key}", member) for key, member in islice(_open(value), MEMBERS))
         if not inside:
             break
         level = inside
     return found
+
+
+def read_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
+    """Sizes of the tensors among the arguments of a call."""
+    return {way: tensor.shape for way, tensor in find_tensors(args, kwargs).items()}
+
+
+def find_changes(before: Sizes, after: Sizes) -> dict[int, int]:
+    """Sizes in one batch and what they are in another; none that also stayed, for it says nothing of who has it."""
+    pairs = [
+        pair
+        for way in before.keys() & after.keys()
+        if len(before[way]) == len(after[way])
+        for pair in zip(before[way], after[way], strict=True)
+    ]
+    kept = {old for old, new in pairs if old == new}
+    return {old: new for old, new in pairs if old not in kept}
 
 
 def _open(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -16,6 +16,10 @@ from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import Budget, Sizes
 
 
+MOST_KINDS = 6
+"""Of calls of one module: by types of the arguments, and by what wants a gradient."""
+
+
 class CompiledCall:
     """A module's calls by way of a compiled function: a plain one around ``_call_impl``, since ``module.compile()``
     captures nothing for torch's own nn.Sequential.
@@ -32,7 +36,8 @@ class CompiledCall:
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
         failure: why it fell back to eager; empty: it did not.
-        budgets: by training (True) and evaluation, which have graphs and sizes of their own.
+        budgets: by training (True) and evaluation, which have graphs and sizes of their own; and so have further kinds
+            of calls in either, such as those with a gradient for their input.
     """
 
     def __init__(
@@ -53,7 +58,10 @@ class CompiledCall:
         self.module, self.name = module, name or type(module).__name__
         self.dynamic, self.is_tried = dynamic, is_tried
         self.graphs, self.failure = 0, ""
-        self.budgets = {True: Budget(), False: Budget()}
+        self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
+        self._usual: dict[bool, Any] = {}
+        """The kind of the first call in training, and in evaluation."""
+        self._trained = next(module.parameters(), None)
         self._missed = False
         self._varying: dict[str, list[int]] = {}
         self._buffers = list(module.buffers())
@@ -64,20 +72,32 @@ class CompiledCall:
         self.compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
 
     @property
-    def spent(self) -> list[str]:
-        """Why calls in training, and in evaluation, all run eagerly by now; empty while graphs serve them."""
-        return [f"{self.name}{when}: {self.budgets[key].spent}" for key, when in _WHEN if self.budgets[key].spent]
+    def spent(self) -> str:
+        """Why all calls in training run eagerly by now; empty while graphs serve them."""
+        every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
+        return f"{self.name}: {every[0].spent}" if all(budget.spent for budget in every) else ""
 
-    def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Learn from a call that the module ran itself, before anything is compiled."""
-        self._note(_read_sizes(call_shapes.find_tensors(args, kwargs)))
+    def note_shapes(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Iterable[Mapping[int, int]] = ()
+    ) -> None:
+        """Learn from a call that the module ran itself, before anything is compiled.
+
+        Args:
+            changes: what sizes of its batch are in other batches: the module's arguments are then taken to follow.
+        """
+        sizes = call_shapes.read_sizes(args, kwargs)
+        self._note(sizes)
+        for became in changes:
+            self._note({way: tuple(became.get(size, size) for size in shape) for way, shape in sizes.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        budget = self.budgets[self.module.training]
-        if is_compiling() or budget.spent:
+        if is_compiling():
             return self.module._call_impl(*args, **kwargs)
         tensors = call_shapes.find_tensors(args, kwargs)
-        sizes = _read_sizes(tensors)
+        budget = self._find_budget(tensors)
+        if budget is None or budget.spent:
+            return self.module._call_impl(*args, **kwargs)
+        sizes: Sizes = {way: tensor.shape for way, tensor in tensors.items()}
         is_new = not budget.fits(sizes)
         # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
         is_again = torch._C._current_graph_task_id() >= 0
@@ -123,6 +143,21 @@ class CompiledCall:
             self.graphs += captured
             budget.count(captured=captured > 0, eager=self._missed)
 
+    def _find_budget(self, tensors: Mapping[str, torch.Tensor]) -> Budget | None:
+        """That of this kind of calls; None where there are too many kinds."""
+        training = self.module.training
+        kind = (
+            training,
+            torch.is_grad_enabled(),
+            self._trained is not None and self._trained.requires_grad,
+            *((tensor.dtype, tensor.requires_grad) for tensor in tensors.values()),
+        )
+        if self._usual.setdefault(training, kind) == kind:
+            return self.budgets[training]
+        if kind not in self.budgets and len(self.budgets) >= MOST_KINDS:
+            return None
+        return self.budgets.setdefault(kind, Budget())
+
     def _note(self, sizes: Sizes) -> None:
         """Learn which dimensions a graph is told to vary. Lengths that vary in training do so in evaluation."""
         self.budgets[self.module.training].seen.note(sizes)
@@ -143,12 +178,11 @@ def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
         "failures": [call.failure for call in calls if call.failure],
         "eager_calls": most.eager,
         "of_calls": most.calls,
-        "spent": [line for call in calls for line in call.spent],
+        "spent": [call.spent for call in calls if call.spent],
     }
 
 
 _VERSION = operator.attrgetter("_version")
-_WHEN = ((True, ""), (False, " in evaluation"))
 
 
 class _Held:
@@ -183,10 +217,6 @@ def _count_changes(tensors: Iterable[torch.Tensor]) -> int:
         return sum(map(_VERSION, tensors))
     except RuntimeError:
         return -1
-
-
-def _read_sizes(tensors: Mapping[str, torch.Tensor]) -> Sizes:
-    return {way: tensor.shape for way, tensor in tensors.items()}
 
 
 def _backward_at_once() -> Any:

@@ -60,7 +60,11 @@ class Site(Protocol):
 
     @property
     def recorded(self) -> Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]]:
-        """Arguments, by module name, of calls in the first step and of those known to come; empty before it."""
+        """Arguments, by module name, of calls in the first step; empty before it."""
+
+    @property
+    def changed_sizes(self) -> Sequence[Mapping[int, int]]:
+        """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence.model import dynamo_graphs
-from fastloop.feeds.compiled_calls import CompiledCall, sum_up
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -107,6 +106,8 @@ class Compile:
         )
 
     def _compile(self, site: Site) -> Applied:
+        from fastloop.feeds.compiled_calls import CompiledCall, sum_up
+
         before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
         modules = {name: site.module.get_submodule(name) for name in site.facts.compile_targets}
         dynamic = None if self.dynamic == "auto" else self.dynamic
@@ -114,7 +115,7 @@ class Compile:
         calls = [CompiledCall(module, name, codes, **how) for name, module in modules.items()]
         for name, call in zip(modules, calls, strict=True):
             for args, kwargs in site.recorded.get(name, ()):
-                call.note_shapes(args, kwargs)
+                call.note_shapes(args, kwargs, site.changed_sizes)
             call.module._compiled_call_impl = call
 
         def undo() -> None:

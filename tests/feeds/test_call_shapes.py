@@ -43,6 +43,8 @@ def test_modules_and_what_is_far_away_are_no_arguments() -> None:
     for _ in range(call_shapes.DEPTH):
         far = [far]
     assert call_shapes.find_tensors((layer, SimpleNamespace(layer=layer), far), {}) == {}
+    many = [0] * call_shapes.MEMBERS
+    assert list(call_shapes.find_tensors(([torch.zeros(2), *many, torch.zeros(2)],), {})) == ["args[0].0"]
     assert call_shapes.find_tensors((torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),), {}) == {}
 
 
@@ -54,6 +56,14 @@ def test_what_varies_is_seen() -> None:
     assert seen.varying == {"ids": {1}, "pieces": {0}}
     merged = call_shapes.merge(seen.varying, {"ids": frozenset({0}), "other": frozenset({2})})
     assert merged == {"ids": [0, 1], "pieces": [0], "other": [2]}
+
+
+def test_what_became_of_a_batchs_sizes() -> None:
+    before, after = {"ids": (32, 70), "mask": (32, 70), "y": (32,)}, {"ids": (32, 91), "mask": (32, 91), "y": (32,)}
+    assert call_shapes.find_changes(before, after) == {70: 91}
+    assert call_shapes.find_changes(before, before) == {}
+    assert call_shapes.find_changes({"ids": (32, 32)}, {"ids": (32, 40)}) == {}, "which of them changed is not known"
+    assert call_shapes.find_changes({"x": (3,), "gone": (4,)}, {"x": (3, 1), "new": (5,)}) == {}
 
 
 def test_what_a_graph_fits() -> None:

@@ -129,7 +129,7 @@ def test_lengths_noted_before_the_first_compile_have_one_graph() -> None:
 
 def test_a_hundred_lengths_that_nobody_noted_have_two_graphs() -> None:
     call = agree(Net(), [((batch(length),), {}) for length in LENGTHS])
-    assert (call.graphs, call.budgets[True].eager, call.spent) == (2, call_shapes.LEARN, [])
+    assert (call.graphs, call.budgets[True].eager, call.spent) == (2, call_shapes.LEARN, "")
 
 
 def test_without_the_limit_there_are_more_graphs() -> None:
@@ -180,7 +180,7 @@ def test_keywords_and_none() -> None:
     call = agree(Keywords(), calls)
     assert (call.graphs, call.budgets[True].eager) == (2, call_shapes.LEARN)
     some = agree(Keywords(), [keywords(6, place % 2 == 0, scale=2) for place in range(12)])  # with a mask and without
-    assert (some.graphs, some.budgets[True].eager) == (2, call_shapes.LEARN)
+    assert (some.graphs, some.budgets[True].eager) == (2, 0), "each kind has one of its own"
 
 
 def test_objects_whose_tensors_vary() -> None:
@@ -243,7 +243,7 @@ def test_what_recompiles_for_ever_ends_in_eager() -> None:
     for _ in range(30):
         torch.testing.assert_close(module(batch(7)), plain(batch(7)))
     assert call.graphs == call_shapes.GRAPHS and module.step == 30
-    assert call.spent == ["net: none of 2 graphs fitted 10 of the last 10 calls"]
+    assert call.spent == "net: none of 2 graphs fitted 10 of the last 10 calls"
     assert call.budgets[True].calls == call_shapes.GRAPHS + call_shapes.ENOUGH
 
 
@@ -364,3 +364,20 @@ def test_inductor_serves_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("inductor", monkeypatch)
     call = agree(Net(), [((batch(length),), {}) for length in LENGTHS[:12]])
     assert (call.graphs, call.budgets[True].eager, call.failure) == (2, call_shapes.LEARN, "")
+
+
+def test_kinds_of_calls_have_graphs_of_their_own() -> None:
+    """A discriminator sees samples, generated samples of another type, and passes a gradient on with its own frozen."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    call = CompiledCall(module, "net", {}, mode="default", dynamic=None)
+    x = torch.randn(3, 4)
+    for _ in range(12):
+        assert torch.allclose(call(x), module._call_impl(x), atol=1e-6)
+        module.requires_grad_(False)
+        call(x.clone().requires_grad_()).sum().backward()
+        with torch.no_grad():
+            call(x)
+        module.requires_grad_(True)
+    assert call.graphs == 3 and not call.spent and call.failure == ""
+    assert sum(budget.eager for budget in call.budgets.values()) == 0
+    assert len(call.budgets) == 4

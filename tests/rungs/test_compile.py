@@ -400,13 +400,13 @@ def test_a_failing_backend_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) 
     assert "_compiled_call_impl" not in vars(ours.net)
 
 
-def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FastLoop:
+def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, train: Any = None) -> FastLoop:
     """A fit in which the rung is tried on the calls of the first step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     config = {"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 1}, "rehearsal": "on"}
     watcher = FastLoop(config, quiet=True)
     torch.manual_seed(1)
-    models.trainer(callbacks=[watcher]).fit(module, models.loader())
+    models.trainer(callbacks=[watcher]).fit(module, train or models.loader())
     return watcher
 
 
@@ -421,6 +421,15 @@ def test_the_first_steps_sizes_are_known_to_the_first_graph(
     watcher = rehearsed(seeded(Twice), tmp_path, monkeypatch)
     assert verdict(watcher, "compile").took is True
     assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 0
+
+
+def test_the_second_batchs_sizes_are_known_to_the_first_graph(
+    backend: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [6, 5, *range(7, 20)]
+    watcher = rehearsed(seeded(Own), tmp_path, monkeypatch, of_sizes(sizes))
+    assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 0
+    assert verdict(watcher, "compile").why == "1 graphs captured"
 
 
 def test_what_fails_while_it_is_tried_is_told_to_whoever_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

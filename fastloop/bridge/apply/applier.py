@@ -21,6 +21,7 @@ from fastloop.bridge.fail_open import let_through
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
@@ -55,6 +56,7 @@ class Applier:
         self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
         self.rehearsal: Rehearsal | None = None
         """Still to come, or going on."""
+        self._first_sizes: Sizes = {}
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
         self._late_conversions: list[Callable[[Any], Any]] = []
@@ -149,15 +151,19 @@ class Applier:
             hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
-    def first_batch_done(self) -> None:
+    def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained as the user wrote it."""
         if self.rehearsal is not None:
             self.rehearsal.stop_recording()
+            self._first_sizes = read_sizes([batch], {})
 
-    def rehearse(self) -> None:
-        """Between two steps: try the rungs that wait for it, once the first step is done."""
+    def rehearse(self, batch: Any) -> None:
+        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done."""
         rehearsal, site = self.rehearsal, self._site
-        if rehearsal is None or site is None or not rehearsal.is_due():
+        if rehearsal is None or site is None:
+            return
+        site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
+        if not rehearsal.is_due():
             return
         conversions = list(site.staging.conversions)
         self.rehearsal = None

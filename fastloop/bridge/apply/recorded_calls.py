@@ -31,6 +31,8 @@ class Call:
     kwargs: Mapping[str, Any]
     grad: bool
     """Whether a backward pass may follow."""
+    trained: tuple[bool, ...]
+    """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
 
 
 class CallRecorder:
@@ -65,7 +67,8 @@ class CallRecorder:
                 self.is_whole = False
                 return
             try:
-                self.calls.append(Call(name, copy_value(args), copy_value(kwargs), torch.is_grad_enabled()))
+                trained = tuple(parameter.requires_grad for parameter in module.parameters())
+                self.calls.append(Call(name, copy_value(args), copy_value(kwargs), torch.is_grad_enabled(), trained))
             except Exception as error:  # whatever a user's own type raises when it is copied
                 self.problem = (
                     f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
@@ -163,13 +166,17 @@ class Player:
 
     def _play_one(self, index: int, call: Call, args: Any, kwargs: Any, played: Played) -> None:
         module = self.module.get_submodule(call.name)
-        with self._context(), torch.set_grad_enabled(call.grad):
-            output = module(*args, **kwargs)
+        with _toggled(module, call.trained):
+            with self._context(), torch.set_grad_enabled(call.grad):
+                output = module(*args, **kwargs)
+            self._finish_one(index, call, module, (args, kwargs), output, played)
+
+    def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: Played) -> None:
         found = [each for each in _find_tensors(output) if each.is_floating_point()]
         if not found:
             raise NotApplicable(f"{call.name or 'the module'} returns no tensor that could be compared")
         if live := [(place, each) for place, each in enumerate(found) if each.requires_grad]:
-            self._run_backward(index, call, module, (args, kwargs), live, played)
+            self._run_backward(index, call, module, inputs, live, played)
         played.outputs += [each.detach() for each in found]
 
     def _run_backward(self, index: int, call: Call, module: Any, inputs: Any, live: Any, played: Played) -> None:
@@ -238,6 +245,19 @@ class Player:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@contextlib.contextmanager
+def _toggled(module: torch.nn.Module, trained: Sequence[bool]) -> Iterator[None]:
+    """The parameters want gradients as they did in the call."""
+    before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    for (parameter, _), wanted in zip(before, trained, strict=True):
+        parameter.requires_grad_(wanted)
+    try:
+        yield
+    finally:
+        for parameter, wanted in before:
+            parameter.requires_grad_(wanted)
 
 
 def _find_tensors(output: Any) -> Iterator[torch.Tensor]:

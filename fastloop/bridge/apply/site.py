@@ -21,6 +21,7 @@ class LiveSite:
         self.trainer, self.strategy, self.facts = trainer, strategy, facts
         self.staging = Staging(trainer, strategy)
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
+        self.changed_sizes: list[Mapping[int, int]] = []
         self._notes: list[Callable[[], None]] = []
 
     @property

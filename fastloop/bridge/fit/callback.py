@@ -158,7 +158,7 @@ class FastLoop(Callback):
     @fail_open
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._applier is not None:
-            self._applier.rehearse()
+            self._applier.rehearse(batch)
             self.plan = self._applier.plan
         self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.rehearsal is not None)
 
@@ -171,7 +171,7 @@ class FastLoop(Callback):
             self._first, self._training = False, True
             self._switch_hook("on_train_batch_end", self._eyes is not None)
             if self._applier is not None:
-                self._applier.first_batch_done()
+                self._applier.first_batch_done(batch)
             self._collect_evidence(trainer)
 
     @fail_open
