@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import pairwise
+from types import FrameType
+from typing import Any
+
 
 class FastLoopError(Exception):
     """Base of all errors meant for a person.
@@ -45,3 +50,42 @@ def require_positive(key: str, value: object, *, why: str, do: str) -> None:
 
 def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | None) -> FastLoopError:
     return kind(got=got, why=why, do=do, key=key)
+
+
+# -- what is raised while our code runs, and not by it -----------------------------------------------------------------
+
+
+def let_through(error: BaseException) -> None:
+    """Raise what a signal's handler raised, where that is what `error` is or came from; it is not ours to swallow.
+
+    Python runs a handler wherever the main thread is, so inside our hooks and feeds too. torch's for SIGCHLD raises
+    that a worker of the loader was killed, and says so once only; handlers of the user's raise what they like.
+    """
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        if _came_by_signal(found):
+            raise found
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+
+
+def _came_by_signal(error: BaseException) -> bool:
+    """Whether a frame of its traceback was called as handlers are: with a number and the frame that it interrupted."""
+    outer = error.__traceback__
+    while outer is not None and (inner := outer.tb_next) is not None:
+        given = _list_arguments(inner.tb_frame)
+        if any(isinstance(number, int) and frame is outer.tb_frame for number, frame in pairwise(given)):
+            return True
+        outer = inner
+    return False
+
+
+def _list_arguments(frame: FrameType) -> list[Any]:
+    """What a frame's function was called with, as far as it still has it."""
+    code = frame.f_code
+    starred = bool(code.co_flags & inspect.CO_VARARGS)
+    names = code.co_varnames[: code.co_argcount]
+    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:starred]
+    values = frame.f_locals
+    return [*(values.get(name) for name in names), *(each for name in rest for each in values.get(name, ()))]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 import traceback
 from collections.abc import Callable, Collection
-from itertools import pairwise
-from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, let_through
 from fastloop.ladder import cards
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -49,42 +46,6 @@ def fail_open(hook: Hook) -> Hook:
             return None
 
     return guarded  # type: ignore[return-value]
-
-
-def let_through(error: BaseException) -> None:
-    """Raise what a signal's handler raised, where that is what `error` is or came from; it is not ours to swallow.
-
-    Python runs a handler wherever the main thread is, so inside our hooks too. torch's for SIGCHLD raises that a worker
-    of the loader was killed, and says so once only; handlers of the user's raise what they like.
-    """
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        if _came_by_signal(found):
-            raise found
-        seen.add(id(found))
-        found = found.__cause__ or found.__context__
-
-
-def _came_by_signal(error: BaseException) -> bool:
-    """Whether a frame of its traceback was called as handlers are: with a number and the frame that it interrupted."""
-    outer = error.__traceback__
-    while outer is not None and (inner := outer.tb_next) is not None:
-        given = _list_arguments(inner.tb_frame)
-        if any(isinstance(number, int) and frame is outer.tb_frame for number, frame in pairwise(given)):
-            return True
-        outer = inner
-    return False
-
-
-def _list_arguments(frame: FrameType) -> list[Any]:
-    """What a frame's function was called with, as far as it still has it."""
-    code = frame.f_code
-    starred = bool(code.co_flags & inspect.CO_VARARGS)
-    names = code.co_varnames[: code.co_argcount]
-    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:starred]
-    values = frame.f_locals
-    return [*(values.get(name) for name in names), *(each for name in rest for each in values.get(name, ()))]
 
 
 # -- exceptions whose text leaves the user guessing, explained in one line ---------------------------------------------

@@ -7,12 +7,13 @@ one run that does not count goes first, so that all arms find the same caches.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
 from fastloop.config.layers import as_patch
 from fastloop.errors import ConfigError
@@ -103,10 +104,10 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         Failed: the base failed.
         KeyboardInterrupt, SystemExit: stopped; what there is stands in the directory, flagged as partial.
     """
-    arms = [_without_secrets(arm) for arm in arms_of(asked)]
+    arms = _without_secrets(arms_of(asked))
     if asked.script is None:
         for arm in arms:
-            check_open_sections(arm.config())
+            check_without_torch(arm.config())
     sides = sides_of(arms, aa=asked.aa)
     name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
     with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
@@ -171,7 +172,7 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
         text = (
             trial.tail
             if trial.code == 2 and trial.tail
-            else f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare: {trial.cause}"
+            else f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare: {trial.name}: {trial.cause}"
             f"{advise(trial, experiment.place)}"
         )
         failure = Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
@@ -242,18 +243,22 @@ def _patch(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(files_), ()
 
 
-def _without_secrets(arm: Any) -> Arm:
-    """Names are shown, and may repeat what stands on the command line."""
-    named: Arm = dataclasses.replace(arm, name=Scrubber(arm.config().values).text(arm.name))
-    return named
+def _without_secrets(arms: Sequence[Any]) -> list[Arm]:
+    """Names are shown, and may repeat what stands on the command line; masked, two may be alike."""
+    names = _tell_apart([Scrubber(arm.config().values).text(arm.name) for arm in arms])
+    return [dataclasses.replace(arm, name=name) for arm, name in zip(arms, names, strict=True)]
 
 
 def _names(vs: Sequence[str]) -> list[str]:
-    """A name for each arm, told apart where two are alike."""
-    names: list[str] = []
-    for text in vs:
-        name = Path(text).stem if text.endswith((".yaml", ".yml")) else text
-        name = name.removeprefix("rungs.")
-        count = sum(other == name or other.startswith(f"{name} (") for other in (BASE, *names))
-        names.append(f"{name} ({count + 1})" if count else name)
-    return names
+    """A name for each arm: of a file its stem, of keys what follows ``rungs.``, which all of them have."""
+    stems = [Path(text).stem if text.endswith((".yaml", ".yml")) else text for text in vs]
+    return _tell_apart([BASE, *(re.sub(r"(^|,)\s*rungs\.", r"\1", stem) for stem in stems)])[1:]
+
+
+def _tell_apart(names: Sequence[str]) -> list[str]:
+    """The same names, with a number behind those that another before them has."""
+    taken: list[str] = []
+    for name in names:
+        numbered = (f"{name} ({number})" for number in range(2, len(names) + 2))
+        taken.append(next(each for each in (name, *numbered) if each not in taken))
+    return taken

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
-from fastloop.config.loading import Config, require_recipe
+from fastloop.config.loading import Config
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine
 from fastloop.experiments.ab.results import hardware
@@ -66,8 +66,7 @@ def climb(
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = job.config()
     _check(budget_s, allow)
-    require_recipe(config)
-    check_open_sections(config)
+    check_without_torch(config)
     place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME), hold(path):
         recorder = Recorder(path, config, allow, budget_s, _load_earlier(path, config, resume))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.commands.console import Answer
-from fastloop.config.loading import Config, diff, load, show
+from fastloop.config.loading import Config, diff, load, require_checkpoint, require_recipe, show
 from fastloop.config.schema import check_keys, first_origin, spell
 from fastloop.records import store
 
@@ -35,14 +35,16 @@ def diff_configs(a: str, b: str) -> Answer:
 # -- what is wrong is found without importing the recipe or Lightning: with torch, that takes seconds ------------------
 
 
-def check_open_sections(config: Config) -> None:
-    """Refuse what training would refuse below ``recipe`` and ``trainer``, the sections that take any keys when read.
+def check_without_torch(config: Config) -> None:
+    """Refuse what training would refuse: no recipe, a checkpoint that is not there, what ``trainer`` does not take.
 
     Of ``recipe`` that is a key that is no field of its ``Settings``; the recipe checks types and values itself.
 
     Raises:
         ConfigError: with file, line, full key and the nearest known key, as in training.
     """
+    require_recipe(config)
+    require_checkpoint(config)
     check_trainer_arguments(config)
     names = None if config.recipe_file is None else read_fields(config.recipe_file)
     if names is None:

@@ -175,6 +175,8 @@ def to_config_error(error: click.ClickException) -> ConfigError:
             do = f"write {name.lstrip('-')}=…, without dashes"
         elif near:
             do = f"write {near}"
+    elif extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", why):
+        command, why = f"{command} … {extra[1]}", f"{command} takes no further argument"
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
     return ConfigError(got=command, why=why, do=do)

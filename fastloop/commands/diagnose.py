@@ -14,7 +14,7 @@ from typing import Any
 
 from fastloop import diagnose as rules
 from fastloop.commands import rerun
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer
 from fastloop.commands.headspace import wanted
 from fastloop.config.loading import Config
@@ -145,7 +145,7 @@ def _answer(
 
 def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:
     config, limits = job.config(), Limits(total_s=limit_s)
-    check_open_sections(config)
+    check_without_torch(config)
     with claim(config.name, out, force=force) as path, writing(path):
         base = run_trial("as it is", job, path, limits=limits, progress=progress)
         if not base.ok:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fastloop.commands import rerun
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer
 from fastloop.config.loading import Config
 from fastloop.diagnose import is_beyond
@@ -64,7 +64,7 @@ def headspace(
         raise _of_a_run(Path(conf))
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config, limits = job.config(), Limits(total_s=limit_s)
-    check_open_sections(config)
+    check_without_torch(config)
     with claim(config.name, out, force=force) as path, writing(path):
 
         def trial(name: str, changed: Job) -> Trial:

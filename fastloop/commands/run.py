@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer
 from fastloop.config.loading import load
 from fastloop.experiments.trials.failures import explained, first_rank
@@ -27,7 +27,7 @@ def run(
         Failed: the training raised or was stopped.
     """
     config = load(conf, more=more, overrides=overrides)
-    check_open_sections(config)
+    check_without_torch(config)
     place = claim(config.name, out, force=force) if first_rank() else Place(unclaimed(config.name, out))
     with place as path, explained(config, path):
         from fastloop.bridge.fit.training import train  # here: a wrong key is reported before torch is imported
@@ -55,7 +55,7 @@ def run(
 def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     """Show what each rung would do, without training."""
     config = load(conf, more=more, overrides=overrides)
-    check_open_sections(config)
+    check_without_torch(config)
     with explained(config, Path(os.devnull)):
         from fastloop.bridge.fit.dry_run import dry_run
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from fastloop.commands.config import check_open_sections
+from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
-from fastloop.config.loading import Config, require_recipe
+from fastloop.config.loading import Config
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import ConfigArm, Progress
@@ -48,10 +48,10 @@ def tune(
         Failed: the training as it is failed. Where all others did, the exit code is 1.
     """
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
-    _check_what(what)
+    _check_what(conf, what)
     config = job.config()
-    _check(config, what)
-    check_open_sections(config)
+    check_without_torch(config)
+    _check_devices(config, what)
     with claim(config.name, out, force=force) as path, writing(path), hold(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
@@ -100,8 +100,11 @@ def _write(where: Path, content: TuningFile) -> None:
     store.write(where, written)
 
 
-def _check_what(what: str) -> None:
+def _check_what(conf: str, what: str) -> None:
     known = list_tunables()
+    if conf in known and what not in known:
+        do = f"write fastloop tune {what} {conf}"
+        raise ConfigError(got=f"fastloop tune {conf} {what}", why="the configuration comes first", do=do)
     if what not in known:
         near = find_nearest(what.removeprefix("rungs.").partition(".")[0], known)
         raise ConfigError(
@@ -111,9 +114,8 @@ def _check_what(what: str) -> None:
         )
 
 
-def _check(config: Config, what: str) -> None:
+def _check_devices(config: Config, what: str) -> None:
     """Refuse what no training could answer."""
-    require_recipe(config)
     least = list_tunables()[what].least_devices
     if config.run.devices < least:
         raise ConfigError(

@@ -12,6 +12,7 @@ from fastloop.config.shipped import KINDS, is_path, locate, shipped, shipped_roo
 from fastloop.config.strict_yaml import KeyPath, Marked, Origin, load_yaml, parse_scalar
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import mask
+from fastloop.records.store import is_file
 
 COMMAND_LINE = "command line"
 
@@ -60,8 +61,13 @@ def patch_layer(text: str, cwd: Path) -> Layer:
     """The layer of a patch file by path or shipped name.
 
     Raises:
-        ConfigError: the patch has a ``base``.
+        ConfigError: the patch has a ``base``, or is a ``key=value``.
     """
+    key, equals, _ = text.partition("=")
+    if equals and _KEY.fullmatch(key.strip()) and not is_file(cwd / text):
+        shown = mask([text])[0]
+        why = "it is key=value, but a patch is a file or a shipped name"
+        raise ConfigError(got=f"--config {shown}", why=why, do=f"write {shown}, without --config")
     layer = _read(locate(text, cwd, got=repr(text)), cwd)
     if "base" in layer.marked.value:
         raise ConfigError(
@@ -212,11 +218,10 @@ def _override(part: str, argument: str) -> Layer:
     key, equals, text = part.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not _KEY.fullmatch(key.strip()):
-        raise _bad_override(
-            argument,
-            "each part between commas has to be key=value",
-            "write key=value, and quote a value that holds commas",
-        )
+        do = "write key=value, and quote a value that holds commas"
+        if not equals and (is_path(part) or any(part in shipped(kind) for kind in KINDS[1:])):
+            do = f"write --config {part}"
+        raise _bad_override(argument, "each part between commas has to be key=value", do)
     if path[0] == "base":
         raise _bad_override(argument, "base belongs into a file", "put base into a YAML file and give that")
     if not text.strip():

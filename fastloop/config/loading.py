@@ -33,7 +33,7 @@ from fastloop.config.shipped import shipped
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
-from fastloop.records.store import safe_name
+from fastloop.records.store import is_file, safe_name
 from fastloop.records.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
@@ -193,12 +193,31 @@ def require_recipe(config: Config) -> Path:
         ConfigError: neither the configuration nor one of its bases is a recipe: there is nothing to train.
     """
     if config.recipe_file is None:
+        recipes = ", ".join(shipped("recipes"))
+        patch = any(config.name in shipped(kind) for kind in ("ladders", "climbs", "rungs"))
         raise ConfigError(
             got=config.name,
-            do=f"write base: with one of {', '.join(sorted(shipped('recipes')))}",
+            do=f"write one of {recipes}, with --config {config.name}"
+            if patch
+            else f"write base: with one of {recipes}",
             why="neither it nor its bases name a recipe, so there is nothing to train",
         )
     return config.recipe_file
+
+
+def require_checkpoint(config: Config) -> Path | None:
+    """The file of ``run.resume``; None where the run starts anew.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if config.run.resume is None:
+        return None
+    path, key = Path(config.run.resume), "run.resume"
+    if not is_file(path):
+        do = "write the path of a checkpoint"
+        raise fault(key, config.origins[key], "there is no such file", do, value=config.run.resume)
+    return path
 
 
 def to_yaml(config: Config) -> str:

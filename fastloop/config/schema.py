@@ -75,12 +75,14 @@ def check_keys(
         kind = schema[key]
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
-            example = "key" if kind is dict else next(iter(fields_of(kind)))
+            example = "key: …" if kind is dict else f"{next(iter(fields_of(kind)))}: …"
+            if example == "enabled: …" and str(value).lower() in (*_TRUE, *_FALSE):
+                example = f"enabled: {'true' if str(value).lower() in _TRUE else 'false'}"
             raise fault(
                 full,
                 origin,
                 f"{full} is a section with keys of its own",
-                f"write {key}: {{{example}: …}}, or delete the line",
+                f"write {key}: {{{example}}}, or delete the line",
                 value=value,
             )
         if not section and isinstance(value, dict):

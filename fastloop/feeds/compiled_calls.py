@@ -15,7 +15,6 @@ from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import Budget, Sizes
 
-
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
 

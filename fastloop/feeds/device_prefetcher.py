@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastloop.errors import let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.batch_tree import is_container, rebuild, tensors
 from fastloop.feeds.lazy_loader import LazyLoader
@@ -123,7 +124,8 @@ def _pin_copies(batch: Any) -> Any:
     if is_container(batch):
         try:
             return rebuild(batch, _pin_copies)
-        except Exception:  # a container that cannot be built from its members is copied from where it is
+        except Exception as error:  # a container that cannot be built from its members is copied from where it is
+            let_through(error)
             return batch
     return batch.pin_memory() if callable(getattr(batch, "pin_memory", None)) else batch
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import tensors
@@ -65,6 +65,7 @@ def _open(content: bytes) -> Any:
     except (OSError, EOFError):  # the worker is gone, and what it shared with it
         raise
     except Exception as error:
+        let_through(error)
         return Unsent(f"what workers send cannot be put together again: {_describe(error)}", False)
 
 
@@ -86,6 +87,7 @@ class _Send:
         try:
             return _Parcel(bytes(ForkingPickler.dumps(batch)))
         except Exception as error:
+            let_through(error)
             if _is_full(error):
                 return Unsent(_describe(error), True)
             return Unsent(f"workers cannot send what the loader's batches are made of: {_describe(error)}", False)
@@ -128,12 +130,18 @@ class TriedWorkers:
         room_bytes: free shared memory for this process's batches; None where it is not known.
         step_down: takes the number of workers that are left, the batches ahead of each, and the reason.
         warn: takes one line for the user.
+        turn_off: the key that does without workers, as it is written.
     """
 
     def __init__(
-        self, *, room_bytes: int | None, step_down: Callable[[int, int, str], None], warn: Callable[[str], None]
+        self,
+        *,
+        room_bytes: int | None,
+        step_down: Callable[[int, int, str], None],
+        warn: Callable[[str], None],
+        turn_off: str,
     ) -> None:
-        self._room_bytes, self._step_down, self._warn = room_bytes, step_down, warn
+        self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
         self._drawn = _Drawn(None)
         self._whereabouts = Whereabouts()
         self._batch_bytes: int | None = None
@@ -207,7 +215,7 @@ class TriedWorkers:
                     got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
                     why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait for ever",
                     do="look at that line; where it works without workers (locks and threads do not survive a fork),"
-                    " write rungs.workers.enabled: false",
+                    f" write {self._turn_off}",
                 )
             if waited_s >= SAY_S and not said:
                 said = True

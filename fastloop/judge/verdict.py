@@ -87,14 +87,20 @@ def _settled(one: Comparison) -> bool:
 def exit_code(comparisons: Sequence[Comparison], failed: bool) -> int:
     """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise; the first that holds for any arm.
 
-    A faster arm is inconclusive too where a gate could have told whether it is the same training, and did not.
+    A faster arm is inconclusive too where a gate had to tell whether it is the same training, and did not; one without
+    a difference, where its gradient could not be compared. A slower one is out either way.
     """
     if failed:
         return 1
     if any(one.parity.passed is False for one in comparisons):
         return 3
-    unproven = (one.verdict == "faster" and one.parity.undecided for one in comparisons)
+    unproven = (_is_unproven(one) for one in comparisons)
     return 4 if any(one.verdict == "inconclusive" for one in comparisons) or any(unproven) else 0
+
+
+def _is_unproven(one: Comparison) -> bool:
+    open_ = one.parity.undecided
+    return bool(open_) if one.verdict == "faster" else one.verdict != "slower" and "gradient" in open_
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def _against(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None,
     if parity.passed is False:
         gates = [f"{gate.name} failed: {gate.why}" for gate in parity.gates if gate.passed is False]
         found.append("no speed is claimed: " + (", ".join(gates) or parity.why or "parity failed"))
-    if min(len(bases.rates), len(arms.rates)) < LEAST_RUNS:
+    elif min(len(bases.rates), len(arms.rates)) < LEAST_RUNS:
         found.append(f"insufficient: {_count(bases, arms)}, a verdict takes {LEAST_RUNS}")
     elif judged is None:
         found.append("the order of the runs cannot be separated from the arms")

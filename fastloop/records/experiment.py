@@ -67,9 +67,12 @@ class Outcome:
 
     @property
     def undecided(self) -> tuple[str, ...]:
-        """Names of the gates that could have decided and did not: their trial failed, or there were too few runs. Not
-        those that nothing can test here."""
-        return tuple(gate.name for gate in self.gates if gate.passed is None and gate.is_testable)
+        """Names of the gates that have to decide and did not: their trial failed, or there were too few runs. Not those
+        that nothing can test here, but for the gradient of an arm that rounds or regroups: nothing stands in for it."""
+        needed = "gradient" if self.parity_class == "approximate" else None
+        return tuple(
+            gate.name for gate in self.gates if gate.passed is None and (gate.is_testable or gate.name == needed)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,22 +50,9 @@ class TensorDeviation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientAnswer:
-    """The gradient of one step, and of an arm how far it is from the base's; see `bridge/trials/gradient_probe.py`."""
+class GradientDistance:
+    """How far an arm's gradient is from the base's."""
 
-    why: str | None = None
-    """Why there is none."""
-    precision: str | None = None
-    """The coarsest arithmetic in use: a key of ``judge.parity.TAU``."""
-    finite: bool = True
-    clips: str | None = None
-    """How gradients are clipped; None: not at all."""
-    self_deviation: float | None = None
-    """From one time to the next, with the same random numbers; None: it was taken once."""
-    random_deviation: float | None = None
-    """With other random numbers."""
-    rounding: Mapping[str, float | None] = field(default_factory=dict)
-    """What rounding to a precision does to it."""
     deviation: float | None = None
     """From the base's, over the norm of the base's."""
     kept: float | None = None
@@ -75,6 +62,29 @@ class GradientAnswer:
     """Tensors that have no gradient, which the base has."""
     astray: tuple[str, ...] = ()
     """Tensors of which less than half is kept, or twice as much."""
+    finite: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientAnswer(GradientDistance):
+    """The gradient of one step, and of an arm how far it is from the base's; see `bridge/trials/gradient_probe.py`."""
+
+    why: str | None = None
+    """Why there is none."""
+    precision: str | None = None
+    """The coarsest arithmetic in use: a key of ``judge.parity.TAU``."""
+    clips: str | None = None
+    """How gradients are clipped; None: not at all."""
+    self_deviation: float | None = None
+    """From one time to the next, with the same random numbers; None: it was taken once."""
+    random_deviation: float | None = None
+    """With other random numbers."""
+    rounding: Mapping[str, float | None] = field(default_factory=dict)
+    """What rounding to a precision does to it."""
+    steady_rounding: Mapping[str, float | None] = field(default_factory=dict)
+    """The same at other weights, where it does less; empty where that was not needed."""
+    steady: GradientDistance | None = None
+    """Of an arm, at those weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from fastloop.experiments.trials.run_directories import hold
 from fastloop.records import store
 from tests.commands.command_line import CommandLine, strictly
 from tests.experiments.made_arms import MadeArm
+from tests.trainings import NET
 
 
 def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> Request:
@@ -96,14 +97,30 @@ def test_names_say_what_is_changed_and_are_told_apart() -> None:
     (Path("fast") / "x").mkdir(parents=True)
     for folder in ("fast", "fast/x"):
         (Path(folder) / "mine.yaml").write_text("rungs: {amp: {enabled: true}}\n")
-    arms = arms_of(asked("amp", "rungs.workers.enabled=true", "fast/mine.yaml", "fast/x/mine.yaml"))
-    assert [arm.name for arm in arms] == ["base", "amp", "workers.enabled=true", "mine", "mine (2)"]
+    both = "rungs.amp.enabled=true,rungs.workers={enabled: true, count: 1},rungs.pin.enabled=true"
+    wanted = ("amp", "rungs.workers.enabled=true", "fast/mine.yaml", "fast/x/mine.yaml", both, "amp")
+    arms = arms_of(asked(*wanted))
+    assert [arm.name for arm in arms] == [
+        "base",
+        "amp",
+        "workers.enabled=true",
+        "mine",
+        "mine (2)",
+        "amp.enabled=true,workers={enabled: true, count: 1},pin.enabled=true",
+        "amp (2)",
+    ]
+
+
+def test_names_that_a_secret_made_alike_are_told_apart() -> None:
+    vs = [f"recipe.api_key={secret}" for secret in ("one-secret", "other-secret")]
+    arms = ab._without_secrets(arms_of(asked(*vs, base=str(NET))))
+    assert [arm.name for arm in arms] == ["base", "recipe.api_key=***", "recipe.api_key=*** (2)"]
 
 
 def test_a_secret_on_the_command_line_is_no_name(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("base: cifar10\nrecipe: {token: x}\n")
-    (arm,) = [ab._without_secrets(each) for each in arms_of(asked("recipe.token=hunter2secret", base=str(recipe)))[1:]]
+    _, arm = ab._without_secrets(arms_of(asked("recipe.token=hunter2secret", base=str(recipe))))
     assert "hunter2secret" not in arm.name
 
 

@@ -189,3 +189,10 @@ def test_whatever_ends_a_command_can_carry_what_there_is(error: BaseException) -
     assert get_attached(error) is None
     attach(error, record)
     assert get_attached(error) is record
+
+
+def test_an_argument_too_many_is_shown() -> None:
+    with pytest.raises(click.UsageError) as caught:
+        group.main(["train", "hard"], standalone_mode=False)
+    error = console.to_config_error(caught.value)
+    assert error.got.endswith("train … hard") and "no further argument" in error.why and "--help" in error.do

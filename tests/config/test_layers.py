@@ -243,3 +243,21 @@ def test_omegaconf_containers_are_mappings_too() -> None:
     from omegaconf import OmegaConf
 
     assert merged(OmegaConf.create({"a": {"b": [1, 2], "c": "${a.b}"}})) == {"a": {"b": [1, 2], "c": [1, 2]}}
+
+
+@pytest.mark.parametrize("text", ["amp", "safe", "my.yaml"])
+def test_a_patch_among_the_overrides_is_told_where_it_belongs(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override_layers([text])
+    assert caught.value.do == f"write --config {text}"
+    with pytest.raises(ConfigError) as other:
+        override_layers(["run.max_steps"])
+    assert other.value.do.startswith("write key=value")
+
+
+def test_an_override_in_place_of_a_patch_is_told_where_it_belongs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        patch_layer("recipe.api_key=hunter2", tmp_path)
+    assert caught.value.got == "--config recipe.api_key=***" and "without --config" in caught.value.do
+    (tmp_path / "lr=3.yaml").write_text("run: {seed: 3}")
+    assert patch_layer("lr=3.yaml", tmp_path).marked.value == {"run": {"seed": 3}}

@@ -164,7 +164,7 @@ REFUSALS = [
         "rungs:\n  amp: true",
         "rungs.amp: true (my.yaml:2)",
         f"rungs.amp {SECTION}",
-        "write amp: {enabled: …}, or delete the line",
+        "write amp: {enabled: true}, or delete the line",
     ),
     ("recipe: 5", "recipe: 5 (my.yaml:1)", f"recipe {SECTION}", "write recipe: {key: …}, or delete the line"),
     # ranges

@@ -192,7 +192,7 @@ TOP_HAS = "it has free, outer, flag"
             ("outer", "inner"),
             "outer.inner: true",
             "outer.inner is a section with keys of its own",
-            "write inner: {enabled: …}, or delete the line",
+            "write inner: {enabled: true}, or delete the line",
         ),
         (
             {"outer": None},

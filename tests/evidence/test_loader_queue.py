@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fastloop.evidence.loader_queue import batches_owed, batches_ready, live_workers
+from fastloop.evidence import loader_queue
+from fastloop.evidence.loader_queue import batches_owed, batches_ready, find_awaited_worker, find_death, live_workers
 
 DATA = TensorDataset(torch.arange(40))
 
@@ -117,3 +118,33 @@ def test_what_is_ready_is_what_is_not_owed_of_a_queue_that_was_asked_for() -> No
     assert batches_ready(iter(DataLoader(DATA, batch_size=4))) == 0
     worker = SimpleNamespace(is_alive=lambda: True)
     assert batches_ready(SimpleNamespace(_workers=[worker], _task_info={}, _data_queue=SimpleNamespace())) is None
+
+
+# -- workers that let the training wait -----------------------------------------------------------------------------
+
+
+def test_the_worker_that_was_asked_for_the_batch_that_is_due() -> None:
+    with held_loader() as (iterator, _):
+        assert find_awaited_worker(iterator) is iterator._workers[0]
+    assert find_awaited_worker(iter(DataLoader(DATA))) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ConnectionResetError(), -9, "DataLoader worker (pid 7) is killed by signal: Killed. "),
+        (EOFError(), -7, "DataLoader worker (pid 7) is killed by signal: Bus error. "),
+        (RuntimeError("Pin memory thread exited unexpectedly"), 3, "DataLoader worker (pid 7) exited with code 3. "),
+        (ConnectionResetError(), None, None),
+        (ConnectionResetError(), 0, None),
+        (ValueError("of the user's"), -9, None),
+        (RuntimeError("of the user's"), -9, None),
+    ],
+)
+def test_a_broken_connection_is_told_as_a_death(
+    error: Exception, code: int | None, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_queue, "_DEATH_S", 0.1)
+    workers = [SimpleNamespace(pid=6, exitcode=None), SimpleNamespace(pid=7, exitcode=code)]
+    assert find_death(SimpleNamespace(_workers=workers), error) == sentence
+    assert find_death(iter(DataLoader(DATA)), error) is None

@@ -56,6 +56,7 @@ def tried(
         room_bytes=room_bytes,
         step_down=lambda *given: steps.down.append(given),
         warn=steps.warned.append,
+        turn_off="rungs.loads.enabled: false",
     ).batches
     return LazyLoader(loader, epochs=epochs), steps
 
@@ -230,7 +231,7 @@ SMALL_SHM = """
         down = []
         loader = DataLoader(Heavy(), 2, num_workers=2, collate_fn=collate, timeout=15 * (sys.argv[1] == "plain"))
         room = shm_free_bytes() if sys.argv[1] == "known" else None
-        tried = TriedWorkers(room_bytes=room, step_down=lambda *a: down.append(a[0]), warn=print)
+        tried = TriedWorkers(room_bytes=room, step_down=lambda *a: down.append(a[0]), warn=print, turn_off="")
         source = loader if sys.argv[1] == "plain" else LazyLoader(loader, epochs=tried.batches)
         print([float(batch[0, 0]) for batch in source], down[-1])
 """
@@ -282,7 +283,7 @@ def test_a_hung_worker_ends_the_epoch_with_its_line(start: str | None, monkeypat
     inner, outer = place_of(Hangs.wait, 1), place_of(Hangs.__getitem__, 1)
     for said in (raised.value.got, *steps.warned):
         assert f"is in __getitem__ at {outer}, which is at {inner} in wait" in said
-    assert len(steps.warned) == 1 and "rungs.workers.enabled: false" in raised.value.do
+    assert len(steps.warned) == 1 and "rungs.loads.enabled: false" in raised.value.do
 
 
 def test_a_slow_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +320,34 @@ def test_the_death_of_a_worker_is_told_in_torchs_words(hears: bool) -> None:
 
 
 class Broken(Exception):
-    """What a dataset raises."""
+    """What a dataset raises, or a handler of the user's."""
+
+
+class Signals:
+    """While it is put together again, a signal comes."""
+
+    def __reduce__(self) -> Any:
+        return _signal, ()
+
+
+def _signal() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def raise_broken(number: int, frame: Any) -> None:
+    raise Broken("from a handler")
+
+
+def test_what_a_handler_raises_while_a_batch_comes_in_is_no_fault_of_the_batch() -> None:
+    """torch's for SIGCHLD, say, when a worker was killed."""
+    loader, steps = tried(lambda samples: (torch.stack(samples), Signals()), num_workers=1)
+    before = signal.signal(signal.SIGUSR1, raise_broken)
+    try:
+        with pytest.raises(Broken, match="from a handler"):
+            list(loader)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert steps.down == []
 
 
 class Breaks(Numbers):

@@ -69,17 +69,52 @@ def test_a_precision_that_is_asked_for_may_be_coarser_still() -> None:
 def test_a_gradient_that_rounding_scatters_has_a_wider_limit_but_not_any() -> None:
     rough = {**BASE, "rounding": {"fp32": 4e-3, "tf32": 0.1, "bf16": 0.3}}
     assert gradient_gate(rough, arm(0.01)).passed and gradient_gate(rough, arm(0.03)).passed is False
-    gate = gradient_gate(rough, arm(0.27, precision="bf16"))
-    assert gate.passed and gate.limit == 0.9 and gate.visible == 0.3 and "rounding to bf16" in gate.why
+    assert gradient_gate(rough, arm(0.08, precision="bf16")).limit == 0.1, "nothing passes above a tenth"
     assert gradient_gate(rough, arm(1.4, precision="bf16")).passed is False
-    fp16 = gradient_gate(rough, arm(0.27, precision="fp16"))
-    assert fp16.passed and fp16.limit == 0.5
+    fp16 = gradient_gate(rough, arm(0.6, precision="fp16"))
+    assert fp16.passed is False and fp16.limit == 0.5
     quarter = gradient_gate(rough, arm(0.75, precision="bf16", kept=0.25))
     assert quarter.passed is False and "0.25 times as large" in quarter.why
     fourfold = gradient_gate(rough, arm(0.8, precision="bf16", kept=1.8))
     assert fourfold.passed is False
     astray = gradient_gate(rough, arm(0.3, precision="bf16", astray=["a", "b", "c", "d"]))
     assert astray.passed is False and "a, b, c and 1 more" in astray.why
+
+
+@pytest.mark.parametrize("deviation", [0.11, 0.36, 0.89])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_a_deviation_that_rounding_may_explain_passes_nothing_by_itself(deviation: float, precision: str) -> None:
+    rough = {**BASE, "rounding": {"fp32": 4e-3, "tf32": 0.2, "bf16": 0.3}}
+    gate = gradient_gate(rough, arm(deviation, precision=precision))
+    assert gate.passed is None and not gate.is_testable and gate.limit == 0.1
+    assert "rounding to" in gate.why and "a limit above 0.1" in gate.why
+    found = outcome(
+        "approximate", [Gate(name="ledger", passed=True, why=""), gate, Gate(name="loss", passed=True, why="")]
+    )
+    assert found.passed is None and found.undecided == ("gradient",)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "deviation", "passed", "limit"),
+    [
+        (0.014, 0.03, True, 0.07),
+        (0.014, 0.36, False, 0.07),
+        (0.03, 0.045, True, 0.1),
+        (0.03, 0.12, None, 0.1),
+        (0.03, 0.36, False, 0.15),
+        (0.001, 0.06, False, 0.05),
+        (0.6, 0.7, None, 0.1),
+        (0.6, 1.4, None, 0.1),
+    ],
+)
+@pytest.mark.parametrize("at_first", [0.3, 1.2])
+def test_where_rounding_scatters_the_gradient_steadier_weights_decide(
+    at_first: float, rounding: float, deviation: float, passed: bool | None, limit: float
+) -> None:
+    rough = {**BASE, "rounding": {"bf16": at_first}, "steady_rounding": {"bf16": rounding}}
+    own = arm(0.95 * at_first if at_first < 1 else 1.24, kept=1.0 if at_first < 1 else 0.25, precision="bf16")
+    gate = gradient_gate(rough, {**own, "steady": {"deviation": deviation, "kept": 1.0, "worst": WORST}})
+    assert (gate.passed, gate.deviation) == (passed, deviation) and gate.limit == pytest.approx(limit)
 
 
 def test_a_layer_without_its_gradient_fails_however_small() -> None:
@@ -193,7 +228,7 @@ def test_a_loss_that_is_no_number_fails_unless_the_base_has_it_too(bad: float | 
     broken: Any = curves(3)
     broken[1][41] = bad
     gate = loss_gate(curves(3), broken)
-    assert gate.passed is False and gate.detail == {"step": 42} and "step 42 of run 2" in gate.why
+    assert gate.passed is False and gate.detail == {"step": 42} and "step 42 of run-1" in gate.why
     gate = loss_gate(broken, broken)
     assert gate.passed is None and "base's own" in gate.why
 
@@ -250,12 +285,38 @@ BLIND: Any = {"detail": {"testable": False}}
         ),
         ([gate("ledger", None, **BLIND), gate("gradient", True), gate("loss", None)], None, "loss: about loss"),
         ([], None, "no gate was taken"),
+        (
+            [gate("ledger", True), gate("gradient", None, **BLIND), gate("loss", True)],
+            None,
+            "gradient: about gradient",
+        ),
+        ([gate("ledger", True), gate("loss", True)], None, "the gradients were not compared"),
     ],
-    ids=["all", "two of two", "one fails", "two fail", "too few runs", "blind to one", "one left", "both", "none"],
+    ids=[
+        "all",
+        "two of two",
+        "one fails",
+        "two fail",
+        "too few runs",
+        "blind to one",
+        "one left",
+        "both",
+        "none",
+        "blind to the gradient",
+        "no gradient",
+    ],
 )
 def test_what_gates_say_together(gates: list[Gate], passed: bool | None, why: str) -> None:
     found = outcome("approximate", gates)
     assert (found.passed, found.why, found.gates) == (passed, why, tuple(gates))
+
+
+def test_only_an_arm_that_promises_the_same_bits_may_do_without_the_gradient() -> None:
+    gates = [gate("ledger", True), gate("gradient", None, **BLIND), gate("loss", True)]
+    exact, rounds = outcome("exact", gates), outcome("approximate", gates)
+    assert (exact.passed, exact.undecided) == (True, ()), "the losses of two others tell"
+    assert (rounds.passed, rounds.undecided) == (None, ("gradient",))
+    assert outcome("approximate", [gate("ledger", None, **BLIND), *gates[2:], gate("gradient", True)]).undecided == ()
 
 
 def test_a_changed_training_claims_nothing() -> None:

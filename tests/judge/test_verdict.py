@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,7 +189,9 @@ def test_failed_parity_takes_the_verdict_and_leaves_the_figures() -> None:
 
 def test_all_that_forbids_a_verdict_is_said() -> None:
     found = judged(1.32, 2, parity=BAD, inactive_rungs={"amp": "no autocast seen"}, changed_rungs=("amp",))
-    assert all(part in found.why for part in ("gradient failed", "insufficient: 2 runs", "amp (no autocast seen)"))
+    assert all(part in found.why for part in ("gradient failed", "amp (no autocast seen)"))
+    assert "insufficient" not in found.why, "more runs would not help an arm that is another training"
+    assert "insufficient: 2 runs" in judged(1.32, 2).why
 
 
 def test_parity_left_open_is_said() -> None:
@@ -201,6 +204,7 @@ def test_parity_left_open_is_said() -> None:
 FASTER, SLOWER, OPEN, FAILED = judged(1.32), judged(0.8), judged(1.01, 3), judged(1.01, 3, parity=BAD)
 HUNG = Outcome(parity_class="approximate", gates=(Gate(name="gradient", passed=None, why="it hung"),))
 BLIND = Outcome(gates=(Gate(name="gradient", passed=None, why="not testable here", detail={"testable": False}),))
+UNTESTED = replace(BLIND, parity_class="approximate")
 CLAIMLESS = Outcome(parity_class="changes-training")
 
 
@@ -228,6 +232,9 @@ def test_a_faster_arm_runs_on_until_its_losses_are_told_apart() -> None:
         ([FASTER, judged(1.32, parity=HUNG)], False, 4),
         ([judged(0.8, parity=HUNG)], False, 0),
         ([judged(1.32, parity=BLIND)], False, 0),
+        ([judged(1.32, parity=UNTESTED)], False, 4),
+        ([judged(1.0, parity=UNTESTED)], False, 4),
+        ([judged(0.8, parity=UNTESTED)], False, 0),
         ([judged(1.32, parity=CLAIMLESS)], False, 0),
     ],
     ids=[
@@ -240,6 +247,9 @@ def test_a_faster_arm_runs_on_until_its_losses_are_told_apart() -> None:
         "faster, but a gate could not be taken",
         "slower anyway",
         "what nothing can test",
+        "faster, rounds, and its gradient could not be compared",
+        "no difference, and its gradient could not be compared",
+        "slower, whatever its gradient",
         "no parity claimed",
     ],
 )

@@ -161,7 +161,7 @@ def six() -> dict[str, Any]:
     content["failures"] = [
         {
             "arm": "broken",
-            "run": run,
+            "run": f"run-{run}",
             "cause": "out of memory",
             "rank": 0,
             "last_step": 41 - run,
@@ -176,7 +176,14 @@ def base_failed() -> dict[str, Any]:
     content = versus({"base": 1.0, "amp": 1.0}, [], runs=1, ratio=None, verdict=None)
     content["arms"] = [arm("base", [], [], failed="exit code 7", peak_gib=None), arm("amp", [], [])]
     content["failures"] = [
-        {"arm": "base", "run": 0, "cause": "exit code 7", "rank": None, "last_step": None, "tail": "ValueError: no"}
+        {
+            "arm": "base",
+            "run": "run-0",
+            "cause": "exit code 7",
+            "rank": None,
+            "last_step": None,
+            "tail": "ValueError: no",
+        }
     ]
     return content | {"order": ["base"], "config_diff": {"amp": [["rungs.amp.enabled", False, True]]}}
 

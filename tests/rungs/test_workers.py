@@ -322,16 +322,20 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
 def test_a_killed_worker_is_torchs_to_tell(attempt: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Its signal comes wherever the main thread is: in the loop, in our hooks, in the loader."""
 
+    killed: list[Any] = []
+
     class Kills(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2 + attempt:
-                for child in multiprocessing.active_children():
+                killed.extend(multiprocessing.active_children())
+                for child in killed:
                     child.kill()
             return super().training_step(batch, batch_idx)
 
     with pytest.warns() as warned, pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid"):
-        run(WORKERS, batches(400), Kills)
-        raise AssertionError("nothing was raised")
+        ours = run(WORKERS, batches(400), Kills)
+        raise AssertionError(f"{killed} {ours.trainer.state} {ours.trainer.global_step} {ours.loop and ours.loop.plan}")
+    assert len(killed) == 2
     assert not any("stopped watching" in str(warning.message) for warning in warned)
 
 

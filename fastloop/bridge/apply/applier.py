@@ -17,8 +17,7 @@ from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.fail_open import let_through
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
@@ -140,7 +139,7 @@ class Applier:
                     self._skip(step, reason)
         return loader
 
-    def train_start(self) -> None:
+    def train_start(self, count: Callable[[Callable[[], object], int | None], None] = lambda *_: None) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._run("train_start")
         if self.loaders is not None:
@@ -148,7 +147,9 @@ class Applier:
         if self._held and self.terms is not None and self._site is not None:
             held = [step for step in self.plan.planned if step.rung in self._held]
             settings = partial(getattr, self.ladder)
-            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
+            hands = Hands(
+                apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say, count=count
+            )
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
     def first_batch_done(self, batch: Any) -> None:
@@ -201,6 +202,8 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
+        if self.rehearsal is not None:
+            self.rehearsal.note_batch(args)
         if self._late_conversions and args:
             for convert in self._late_conversions:
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)

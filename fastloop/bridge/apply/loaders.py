@@ -78,7 +78,7 @@ class TrainLoaders:
             for key, value in plan.wants.items()
             if key.startswith("loader.") and key != "loader.window"
         }
-        epochs = self._try_workers(settings, facts) if settings.get("num_workers") else None
+        epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or "feed.depth" in plan.wants
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
             settings |= self._merge_windows(loader, window, facts)
@@ -95,13 +95,15 @@ class TrainLoaders:
             self._originals[id(changed)] = (changed, loader)
         return changed
 
-    def _try_workers(self, settings: dict[str, Any], facts: Facts) -> Epochs:
+    def _try_workers(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
         """Complete the settings of a loader that gets workers; returns what makes its epochs."""
         settings["in_order"] = True  # without workers there is no other order
         if self._fewer is not None:
             settings.update(self._fewer[0])
         room = None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks
-        return TriedWorkers(room_bytes=room, step_down=self._step_down, warn=self._warn).batches
+        turn_off = f"rungs.{plan.owner('loader.num_workers')}.enabled: false"
+        tried = TriedWorkers(room_bytes=room, step_down=self._step_down, warn=self._warn, turn_off=turn_off)
+        return tried.batches
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """There had to be fewer workers than planned, or none."""
@@ -110,7 +112,8 @@ class TrainLoaders:
             self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
         else:
             self._give_up("loader.num_workers", why)
-        self._warn(f"workers: {why}")
+            why = f"no workers load from here on: {why}"
+        self._warn(why)
 
     def _count_leaf(self) -> None:
         """Lightning asks loader by loader, and for all of them again when an epoch reloads them."""

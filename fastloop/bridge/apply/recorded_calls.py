@@ -31,6 +31,8 @@ class Call:
     kwargs: Mapping[str, Any]
     grad: bool
     """Whether a backward pass may follow."""
+    is_of_batch: bool
+    """Whether it was called with tensors of the batch themselves."""
     trained: tuple[bool, ...]
     """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
 
@@ -45,6 +47,7 @@ class CallRecorder:
         self.is_whole = True
         """No call in training was left out."""
         self._versions: dict[str, int] = {}
+        self._of_batch: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
         for name in names:
             inner = module.get_submodule(name)
@@ -53,8 +56,17 @@ class CallRecorder:
                 inner.register_forward_hook(self._make_after(name)),
             ]
 
+    @property
+    def is_recording(self) -> bool:
+        return bool(self._hooks)
+
+    def note_batch(self, batch: Any) -> None:
+        """Know the tensors of the batch that is about to be trained on."""
+        self._of_batch = {id(each): each for each in tensors(batch)}
+
     def stop(self) -> None:
         """Take the hooks off. Harmless when called twice."""
+        self._of_batch = {}
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -68,7 +80,9 @@ class CallRecorder:
                 return
             try:
                 trained = tuple(parameter.requires_grad for parameter in module.parameters())
-                self.calls.append(Call(name, copy_value(args), copy_value(kwargs), torch.is_grad_enabled(), trained))
+                own = any(id(each) in self._of_batch for each in tensors([args, kwargs]))
+                copies = copy_value(args), copy_value(kwargs)
+                self.calls.append(Call(name, *copies, torch.is_grad_enabled(), own, trained))
             except Exception as error:  # whatever a user's own type raises when it is copied
                 self.problem = (
                     f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
@@ -115,7 +129,7 @@ class Player:
 
     Args:
         context: what surrounds a training step: the precision's, and DDP's where it wraps the model.
-        convert: what is done to batches on their way, applied to the arguments.
+        convert: what is done to batches on their way, applied to arguments that are the batch's.
     """
 
     def __init__(
@@ -156,7 +170,9 @@ class Player:
                     each.training = each.training and not isinstance(each, _DropoutNd)
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             for index, call in enumerate(self.calls):
-                args, kwargs = self._convert(copy_value(call.args)), self._convert(copy_value(dict(call.kwargs)))
+                args, kwargs = copy_value(call.args), copy_value(dict(call.kwargs))
+                if call.is_of_batch:
+                    args, kwargs = self._convert(args), self._convert(kwargs)
                 self._synchronize()
                 began = time.perf_counter()
                 self._play_one(index, call, args, kwargs, played)

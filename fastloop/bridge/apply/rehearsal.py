@@ -22,10 +22,10 @@ from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, m
 from fastloop.bridge.apply.remembered import Remembered
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
-from fastloop.bridge.fail_open import let_through
 from fastloop.bridge.watch.session import count_planned_steps
-from fastloop.errors import FastLoopError, NotApplicable
+from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
+from fastloop.feeds.batch_tree import samples
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
@@ -72,6 +72,8 @@ class Hands:
     settings: Callable[[str], Any]
     """Of a rung, by its name."""
     say: Callable[[str], None]
+    count: Callable[[Callable[[], object], int | None], None]
+    """Counts the work of what it is given to run: that of the first batch, with so many samples."""
 
 
 class Rehearsal:
@@ -83,6 +85,13 @@ class Rehearsal:
         self._began_at = site.trainer.global_step
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
         self._without_dropout = Played()
+        self._samples: int | None = None
+
+    def note_batch(self, batch: Any) -> None:
+        """The first batch is about to be trained on."""
+        if self._recorder.is_recording:
+            self._recorder.note_batch(batch)
+            self._samples = samples(batch)
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
@@ -123,6 +132,8 @@ class Rehearsal:
                 with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
                     self._base = self._play()
                     self._base_ms = self._read_ms(self._base.ms, self._base.ms)
+                    if self._recorder.is_whole:
+                        self.hands.count(self._play, self._samples)
                     if self._player.has_dropout():
                         self._without_dropout = self._play(dropout=False)
             except Exception as error:
@@ -169,7 +180,7 @@ class Rehearsal:
             with (
                 announced(f"trying {step.rung} on the calls of the first step", self.hands.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
-                _autotune_apart(step),
+                dynamo_graphs.autotune_apart() if _is_costly(step) else contextlib.nullcontext(),
             ):
                 try_it = self._try_optimizers if step.change.rehearse == "optimizers" else self._try_modules
                 outcome = try_it(step, before)
@@ -384,15 +395,3 @@ def _explain(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     let_through(error)
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-@contextlib.contextmanager
-def _autotune_apart(step: Step) -> Iterator[None]:
-    """Inductor's autotuning in a process of its own: a kernel that breaks the CUDA context then breaks that one's."""
-    if not _is_costly(step):
-        yield
-        return
-    from torch._inductor import config
-
-    with config.patch(autotune_in_subproc=torch.cuda.is_available()):
-        yield

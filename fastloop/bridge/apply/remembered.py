@@ -10,19 +10,37 @@ import hashlib
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from fastloop.records import store
-from fastloop.records.rehearsal import Failure, RehearsalsFile
 
 FILE = "rehearsals.json"
 MOST = 200
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rung that failed in a rehearsal."""
+
+    rung: str = ""
+    why: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalsFile:
+    """``rehearsals.json`` in the cache, by fingerprint of rung, model and versions."""
+
+    schema: ClassVar[int] = store.SCHEMA
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    first_call_s: Mapping[str, float] = field(default_factory=dict)
+    """What a rung's first call took longer than its second: compiling, mostly."""
 
 
 class Remembered:

@@ -149,7 +149,7 @@ class FastLoop(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._first = True
         if self._applier is not None:
-            self._applier.train_start()
+            self._applier.train_start(self._count_play)
             self.plan = self._applier.plan
             self._switch_hook("on_train_batch_start", self._applier.rehearsal is not None)
         if self._eyes is not None:
@@ -282,6 +282,10 @@ class FastLoop(Callback):
         if self.run_dir is None and trainer.is_global_zero:
             self.run_dir = run_directory.directory(trainer, self.out)
         return self.run_dir
+
+    def _count_play(self, play: Callable[[], object], samples: int | None) -> None:
+        if self._eyes is not None:
+            self._eyes.work.count_play(play, samples)
 
     @fail_open
     def _note_batch_asked(self) -> None:

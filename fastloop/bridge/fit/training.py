@@ -27,12 +27,11 @@ from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.bridge.fit.shutdown import ends
 from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
-from fastloop.config.loading import Config
+from fastloop.config.loading import Config, require_checkpoint
 from fastloop.config.schema import fault, first_origin
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.records import store
 from fastloop.records.secrets import Scrubber, make_scrubber
-from fastloop.records.store import is_file
 
 _HINTS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -135,7 +134,10 @@ def _check_devices(config: Config) -> None:
     on_cuda = accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())
     if (on_cuda or (accelerator == "auto" and visible)) and wanted > visible:
         why = f"{visible} CUDA devices are visible here"
-        do = f"write at most {visible}, or look at CUDA_VISIBLE_DEVICES" if visible else "write run.accelerator: cpu"
+        if not visible:
+            do = "write run.accelerator: cpu, or look at CUDA_VISIBLE_DEVICES"
+            raise fault("run.accelerator", config.origins["run.accelerator"], why, do, value=accelerator)
+        do = f"write at most {visible}, or look at CUDA_VISIBLE_DEVICES"
         raise fault("run.devices", config.origins["run.devices"], why, do, value=wanted)
 
 
@@ -230,13 +232,8 @@ def quiet() -> Iterator[None]:
 
 
 def _check_checkpoint(config: Config, trusted: bool) -> None:
-    if config.run.resume is None:
-        return
-    path = Path(config.run.resume)
-    got = f"run.resume: {path} ({config.origins['run.resume']})"
-    if not is_file(path):
-        raise ConfigError(got=got, why="there is no such file", do="write the path of a checkpoint", key="run.resume")
-    if trusted:
+    path = require_checkpoint(config)
+    if path is None or trusted:
         return
     try:
         torch.load(path, map_location="cpu", weights_only=True)
@@ -245,8 +242,8 @@ def _check_checkpoint(config: Config, trusted: bool) -> None:
         refused = re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?:\.\s|\n|$)", str(error))
         why = refused[0].strip() if refused else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
-            got=got,
+            got=f"run.resume: {path} ({config.origins['run.resume']})",
             why=f"it holds more than tensors and plain values: {_ANSI.sub('', why)}",
             key="run.resume",
-            do="if you made this file yourself, add --trust-checkpoint; loading it then runs code from it",
+            do="if you made this file yourself, fastloop run … --trust-checkpoint loads it, which runs code from it",
         ) from None

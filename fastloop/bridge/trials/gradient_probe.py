@@ -6,7 +6,8 @@ says how far its gradient is from the base's. Dropout is off, kernels are determ
 makes its step again, to tell a difference from one between any two times. The base makes it several times more: with
 other random numbers, for a step that draws some of its own; and from weights that are off by as much as a precision
 rounds, for what rounding alone does to this gradient. Behind ReLUs and BatchNorms that is 1e-2 for float32 and 0.3 for
-bfloat16, in a transformer 1e-6 and 1e-2, so one limit for all would be wrong.
+bfloat16, in a transformer 1e-6 and 1e-2, so one limit for all would be wrong. Where it is too much for a limit that
+means anything, all arms make the step from other weights as well, where it is not: see `gradient_state.raise_biases`.
 
 The gradient is the one before clipping, averaged over ranks and accumulated batches; where either arm clips, what the
 optimizer gets is looked at as well.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fastloop.bridge.apply.micro_batches import get_loss
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, gradient_state
-from fastloop.bridge.trials.gradient_state import ROUNDING, STARTS, TWICE, Round, Start
+from fastloop.bridge.trials.gradient_state import RAISED, ROUNDING, STARTS, TWICE, Round
 from fastloop.bridge.trials.heartbeat import hear_only
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
@@ -36,6 +37,7 @@ from fastloop.evidence.model.dropout import switch_off_dropout
 from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
 from fastloop.feeds.batch_tree import tensors
 from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
+from fastloop.judge.parity import is_sharp
 from fastloop.records import store
 
 MOST_STEPS = 40
@@ -84,14 +86,17 @@ class GradientProbe(Callback):
         """On the first rank, after the fit: ``loss``, ``precision``, ``device`` and ``batches`` of the step,
         ``elements`` and ``tensors`` of the gradient, ``finite``, ``rounds``; ``self_deviation`` from one time to the
         next, ``deterministic`` if that is 0; ``clips``, how gradients are clipped. Of the base also
-        ``random_deviation`` with other random numbers, ``rounding`` by precision, and ``bytes`` of its file. Of an arm
-        what `gradient_distance.measure_deviation` says, ``base_loss``, ``weights_missing`` and ``weights_extra``.
-        ``why`` where there is nothing to compare."""
+        ``random_deviation`` with other random numbers, ``rounding`` by precision, ``steady_rounding``, the same with
+        raised biases, where those were needed, and ``bytes`` of its file. Of an arm what
+        `gradient_distance.measure_deviation` says, ``steady``, the same with the base's raised biases, ``base_loss``,
+        ``weights_missing`` and ``weights_extra``. ``why`` where there is nothing to compare."""
         self.why: str | None = None
         self._undo = contextlib.ExitStack()
         self._known: dict[str, Any] = {}
         self._kept: list[tuple[list[Any], list[Leaves]]] = []
         self._weights: dict[str, torch.Tensor] = {}
+        self._raised: dict[str, torch.Tensor] = {}
+        self._starts = STARTS if reference is None else TWICE
         self._rounds: list[Round] = []
         self._round = Round()
         self._step = self._steps = 0
@@ -147,6 +152,9 @@ class GradientProbe(Callback):
             self.answer["weights_missing"] = [name for name in theirs if name not in own]
             self.answer["weights_extra"] = [name for name in own if name not in theirs]
         self._weights = own if self.why is not None else {**own, **theirs}
+        self._raised = gradient_state.raise_biases(pl_module) if self.reference is None else {}
+        if self.why is None and (raised := self._known.get("raised")):
+            self._raised, self._starts = raised["biases"], (*TWICE, *RAISED[:1])
         self._clips = _clips(trainer, pl_module)
         if pl_module.automatic_optimization:
             clip = functools.partial(self._clip, trainer, pl_module, pl_module.configure_gradient_clipping)
@@ -176,6 +184,8 @@ class GradientProbe(Callback):
         self._steps += 1
         if self._counts(trainer, done):
             self._rounds.append(done)
+            if self._starts is STARTS and len(self._rounds) == len(STARTS) and self._raised and self._is_scattered():
+                self._starts = (*STARTS, *RAISED)
         self._again(pl_module)
         if len(self._rounds) == len(self._starts) or self._steps >= MOST_STEPS:
             self._end(trainer)
@@ -190,15 +200,21 @@ class GradientProbe(Callback):
 
     # -- a round --------------------------------------------------------------------------------------------------
 
-    @property
-    def _starts(self) -> tuple[Start, ...]:
-        return STARTS if self.reference is None else TWICE
-
     def _again(self, module: Any) -> None:
         """Back to the beginning: weights, buffers, random numbers."""
-        starts = self._starts
-        self._round = Round(starts[min(len(self._rounds), len(starts) - 1)])
-        self._round.start.set(module, self._weights)
+        start = self._starts[min(len(self._rounds), len(self._starts) - 1)]
+        self._round = Round(start)
+        start.set(module, {**self._weights, **self._raised} if start.raised else self._weights)
+
+    def _is_scattered(self) -> bool:
+        """Whether what rounding does to this gradient is more than a limit may be."""
+        return any(not is_sharp(each) for each in self._apart(ROUNDING))
+
+    def _apart(self, starts: Iterable[str], reference: str = "first") -> list[float | None]:
+        """How far the gradients of these rounds are from another's; None for those that were not made."""
+        made = {each.start.name: each for each in self._rounds}
+        known = vars(made[reference]) if reference in made else {}
+        return [_compare(known, made[name])["deviation"] if name in made else None for name in starts]
 
     def _refresh(self) -> None:
         """On the CPU a step works on the very tensors that are replayed, and may have changed them."""
@@ -237,10 +253,7 @@ class GradientProbe(Callback):
     def _conclude(self, trainer: Any) -> None:
         self._ended = True
         first = self._rounds[0] if self._rounds else self._round
-        apart = {
-            each.start.name: measure_deviation(first.gradient, each.gradient)["deviation"] for each in self._rounds[1:]
-        }
-        device, own = trainer.strategy.root_device.type, apart.get("again")
+        device, own, random = trainer.strategy.root_device.type, *self._apart(("again", "random"))
         self.answer |= {
             "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
             "loss": first.loss,
@@ -255,33 +268,42 @@ class GradientProbe(Callback):
             "deterministic": None if own is None else own == 0,
             "clips": self._clips,
         }
+        steady = next((each for each in self._rounds if each.start is RAISED[0]), None)
         if self.reference is None:
             self.answer |= {
-                "random_deviation": apart.get("random"),
-                "bytes": self._save(trainer, first),
-                "rounding": {name: apart.get(name) for name in ROUNDING},
+                "random_deviation": random,
+                "bytes": self._save(trainer, first, steady),
+                "rounding": dict(zip(ROUNDING, self._apart(ROUNDING), strict=True)),
             }
+            if steady is not None:
+                raised = self._apart((each.name for each in RAISED[1:]), RAISED[0].name)
+                self.answer["steady_rounding"] = dict(zip(ROUNDING, raised, strict=True))
         elif self.answer["why"] is None and trainer.is_global_zero:
-            self.answer |= self._compared(first)
+            self.answer |= {**_compare(self._known, first), "base_loss": self._known["loss"]}
+            if steady is not None:
+                self.answer["steady"] = _compare(self._known["raised"], steady)
 
-    def _save(self, trainer: Any, first: Round) -> int:
+    def _save(self, trainer: Any, first: Round, steady: Round | None) -> int:
         """Keep what arms are compared with, and say its size."""
         batches = [[copies[n % len(copies)] for n in range(first.batches)] for _, copies in self._kept if copies]
         content: dict[str, Any] = {"schema": store.SCHEMA, "world_size": trainer.world_size, "batches": batches}
         if trainer.is_global_zero:
             content |= {"weights": self._weights, "loss": first.loss}
             content |= {"gradient": first.gradient, "clipped": first.clipped}
+            if steady is not None:
+                content["raised"] = {"biases": self._raised, "gradient": steady.gradient, "clipped": steady.clipped}
         return gradient_state.save(self.out, trainer.global_rank, content)
 
-    def _compared(self, first: Round) -> dict[str, Any]:
-        """This gradient against the base's: before clipping, or as the optimizer gets it where that is further off."""
-        found = measure_deviation(self._known["gradient"], first.gradient)
-        if self._known["clipped"] or first.clipped:  # an optimizer like AdamW hides from the loss what clipping scales
-            given = measure_deviation(
-                self._known["clipped"] or self._known["gradient"], first.clipped or first.gradient
-            )
-            found = max(found, given, key=lambda each: each["deviation"])
-        return {**found, "base_loss": self._known["loss"]}
+
+def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:
+    """A gradient against the base's: before clipping, or as the optimizer gets it where that is further off. With
+    raised biases the last layer has nearly all of the norm, so the deviation is also that of the layers alike."""
+    pairs = [(known["gradient"], done.gradient)]
+    if known["clipped"] or done.clipped:  # an optimizer like AdamW hides from the loss what clipping scales
+        pairs.append((known["clipped"] or known["gradient"], done.clipped or done.gradient))
+    found = max((measure_deviation(*pair) for pair in pairs), key=lambda each: each["deviation"])
+    alike = found["layers"] if done.start.raised else None
+    return {**found, "deviation": max(found["deviation"], alike or 0.0)}
 
 
 def _clips(trainer: Any, module: Any) -> str | None:

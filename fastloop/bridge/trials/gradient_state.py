@@ -25,6 +25,8 @@ class Start:
     seed: int = 0
     error: float = 0.0
     """Relative, of every parameter."""
+    raised: bool = False
+    """From weights with raised biases, see `raise_biases`."""
 
     def set(self, module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Bring parameters, buffers and random streams there."""
@@ -42,6 +44,10 @@ class Start:
 
 TWICE = (Start("first"), Start("again"))
 STARTS = (*TWICE, Start("random", seed=1), *(Start(name, error=error) for name, error in ROUNDING.items()))
+RAISED = tuple(Start(f"raised {name}", error=error, raised=True) for name, error in {"first": 0.0, **ROUNDING}.items())
+ABOVE = 3.0
+"""Standard deviations that a raised bias lifts the output of its normalization above 0."""
+_NORMALIZATIONS = (torch.nn.modules.batchnorm._NormBase, torch.nn.GroupNorm, torch.nn.LayerNorm)
 
 
 @dataclass
@@ -102,6 +108,20 @@ def iterate_named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def strip_name(name: str) -> str:
     """A name without what torch.compile puts into it."""
     return name.replace("_orig_mod.", "")
+
+
+def raise_biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Biases of the normalizations by name, so large that a ReLU behind one lets nearly everything through.
+
+    At random weights a ReLU cuts its input in the middle, where rounding decides which side a number is on; fifty of
+    them scatter a gradient until nothing of it is left (bfloat16 in a ResNet-50: 1.2 of its norm, with these biases
+    0.01). With other biases the network is another one, but the same one for all arms, and each of its layers counts.
+    """
+    return {
+        strip_name(f"{name}.bias".lstrip(".")): ABOVE * part.weight.detach().abs().cpu()
+        for name, part in module.named_modules()
+        if isinstance(part, _NORMALIZATIONS) and part.weight is not None and getattr(part, "bias", None) is not None
+    }
 
 
 def copy_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

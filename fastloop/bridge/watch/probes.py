@@ -49,6 +49,16 @@ class CountWork:
         self._marks.around_work = self._count = FlopCount()
         self._samples = 0
 
+    def count_play(self, play: Callable[[], object], samples: int | None) -> None:
+        """Count calls of a first batch that are played again, in place of the step that counting was begun for: from
+        this step on the model may be compiled."""
+        self.give_up()
+        if self._module is None or self._done or not samples or may_count(self._module) is not None:
+            return
+        with FlopCount() as count:
+            play()
+        self.found, self._done = count.per(samples), True
+
     def batch(self, samples: int | None) -> None:
         """A batch of the step is done."""
         if self._count is not None:

@@ -27,7 +27,7 @@ from fastloop.evidence.gpu.sampler import Board
 from fastloop.feeds.batch_tree import samples
 from fastloop.records.measurement import COMPILE, VALIDATION_COMPILE, Measurement
 
-COUNTED_STEPS, SYNC_STEP = (0, 1, 3, 4, 5), 2
+COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
 synchronisations are looked for: not the first one, in which much happens for once."""
 LOADER = "loader"

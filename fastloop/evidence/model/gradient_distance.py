@@ -23,6 +23,8 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
 
     Returns:
         ``deviation``   ``||arm - base|| / ||base||``, a tensor that is missing counting as zeros
+        ``layers``      the root of the mean square of the deviations of single matrices (and filters), each over its
+                        own norm: every layer counts alike, however small its share of the whole
         ``kept``        how much of the base's gradient is in the arm's, ``<arm, base> / ||base||^2``: rounding leaves
                         it near 1 however far it scatters the rest, a lost factor does not
         ``worst``       the tensors with the largest part in that: ``name``, ``deviation`` of its own norm, ``share``
@@ -35,11 +37,9 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
     norm = math.sqrt(math.fsum(row["base"] ** 2 for row in rows.values()))
     apart = math.sqrt(math.fsum(row["apart"] ** 2 for row in rows.values()))
     typical = norm / math.sqrt(sum(tensor.numel() for tensor in base.values()) or 1)
-    lost = [
-        name
-        for name, row in rows.items()
-        if name in base and row["arm"] == 0 and row["base"] > LOST_SHARE * typical * math.sqrt(base[name].numel())
-    ]
+    known = [name for name in base if rows[name]["base"] > LOST_SHARE * typical * math.sqrt(base[name].numel())]
+    lost = [name for name in known if rows[name]["arm"] == 0]
+    layers = [(rows[name]["apart"] / rows[name]["base"]) ** 2 for name in known if base[name].ndim > 1]
     astray = [
         name
         for name, row in rows.items()
@@ -48,6 +48,7 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
     largest = sorted((name for name in rows if rows[name]["apart"] > 0), key=lambda name: -rows[name]["apart"])
     return {
         "deviation": apart / norm if norm else (0.0 if apart == 0 else math.inf),
+        "layers": math.sqrt(math.fsum(layers) / len(layers)) if layers else None,
         "kept": math.fsum(row["along"] for row in rows.values()) / norm**2 if norm else None,
         "worst": [
             {

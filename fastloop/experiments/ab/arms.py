@@ -56,6 +56,11 @@ class Arm(Protocol):
         """Train in a fresh process, to its end or to a limit."""
 
 
+def label_of(arm: str, folder: Path) -> str:
+    """What a training of an arm is called, in progress, errors and reports: as its directory, ``amp, run-0``."""
+    return f"{arm}, {folder.name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigArm:
     """An arm that is a configuration: a recipe with patches."""

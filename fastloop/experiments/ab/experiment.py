@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastloop.experiments.ab import parity_gates
-from fastloop.experiments.ab.arms import Arm, Ask
+from fastloop.experiments.ab.arms import Arm, Ask, label_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import finished
 from fastloop.judge import statistics
@@ -157,7 +157,7 @@ class Experiment:
         for side in self.sides[1:]:
             if not side.changed_rungs or not side.arm.plans_alone:
                 continue
-            trial = self._trial(side, f"planning {side.name}", side.folder / "plan", Ask(variation="plan"))
+            trial = self._trial(side, side.folder / "plan", Ask(variation="plan"))
             if not trial.ok:
                 raise Unplanned(trial)
 
@@ -168,12 +168,7 @@ class Experiment:
         pilot_steps = self.settings.warmup + PILOT_STEPS if auto else self.settings.steps
         wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
         for side in wanted:
-            trial = self._trial(
-                side,
-                f"{side.name}, warm-up",
-                side.folder / "warm-up",
-                Ask(steps=pilot_steps, warmup=self.settings.warmup),
-            )
+            trial = self._trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
             self.pilots[side.name] = trial
             if not trial.ok:
                 side.failed = trial
@@ -191,13 +186,12 @@ class Experiment:
                 side.promise = promised(side.changed_keys, same_batch=same or own == base_batch)
 
     def _one(self, side: Side, number: int, place: int, most: int) -> None:
-        label = f"{side.name}, run {number + 1} of {'up to ' if self.settings.runs == 'auto' else ''}{most}"
-        left = self._left(number, most)
+        count = f" ({number + 1} of {'up to ' if self.settings.runs == 'auto' else ''}{most})"
         trial = self._trial(
             side,
-            f"{label}{left}",
             side.folder / f"run-{number}",
             Ask(seed=number, steps=side.steps, warmup=self.settings.warmup, ledger=True),
+            note=count + self._left(number, most),
         )
         self._spent.append(trial.seconds)
         self.order.append((side.name, number))
@@ -205,7 +199,7 @@ class Experiment:
             side.runs[number], side.places[number] = trial, place
         else:
             side.failed = trial
-            self.say(f"{side.name}: run {number + 1} failed: {trial.cause}")
+            self.say(f"{label_of(side.name, trial.run_dir)} failed: {trial.cause}")
 
     def _left(self, number: int, most: int) -> str:
         if not self._spent:
@@ -218,14 +212,13 @@ class Experiment:
             else f", about {each * runs:.0f} s left"
         )
 
-    def _trial(self, side: Side, label: str, folder: Path, ask: Ask) -> Trial:
+    def _trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
         """A run, or the one of an earlier day. One that did not begin where the others did is none to compare."""
         trial = finished(folder, ask.variation)
         if trial is None:
-            self.say(label)
-            trial = side.arm.run(
-                label.partition(", about")[0], folder, ask, limits=self.settings.limits, progress=self.say
-            )
+            label = label_of(side.name, folder)
+            self.say(f"{label}{note}")
+            trial = side.arm.run(label, folder, ask, limits=self.settings.limits, progress=self.say)
         if not trial.ok or trial.began is None:
             return trial
         self._first = self._first or trial
@@ -256,7 +249,7 @@ class Experiment:
         ):
             return
         if finished(side.folder / "gradients") is None:
-            self.say(f"{side.name}: comparing gradients")
+            self.say(label_of(side.name, side.folder / "gradients"))
         side.gradient = parity_gates.gradient(
             self.base.arm,
             side.arm,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastloop import ladder
-from fastloop.experiments.ab.arms import Arm, Ask, Progress
+from fastloop.experiments.ab.arms import Arm, Ask, Progress, label_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import finished
 from fastloop.judge import parity
@@ -90,14 +90,13 @@ def gradient(
     earlier day. The base's serves all its arms."""
     second, first = finished(folder, "gradients"), finished(base_folder, "gradients")
     if first is None or (second is None and not (base_folder / KEPT).is_file()):
-        first = base.run(
-            f"gradient of {base.name}", base_folder, Ask(variation="gradients"), limits=limits, progress=progress
-        )
+        label = label_of(base.name, base_folder)
+        first = base.run(label, base_folder, Ask(variation="gradients"), limits=limits, progress=progress)
     if not first.ok:
         return Gate(name="gradient", passed=None, why=f"the base's gradient could not be taken: {first.cause}")
     if second is None:
         ask = Ask(variation="gradients", reference=base_folder.absolute())
-        second = arm.run(f"gradient of {arm.name}", folder, ask, limits=limits, progress=progress)
+        second = arm.run(label_of(arm.name, folder), folder, ask, limits=limits, progress=progress)
     if not second.ok:
         return Gate(name="gradient", passed=None, why=f"the arm's gradient could not be taken: {second.cause}")
     left, right = (decode(trial.answer, GradientAnswer) or GradientAnswer() for trial in (first, second))

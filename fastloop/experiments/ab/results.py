@@ -131,10 +131,8 @@ def flags(sides: Sequence[Side]) -> list[str]:
             seen = side.runs[number].measurement or Measurement(window_too_short=False)
             short = ["the window is too short for its queues"] if seen.window_too_short else []
             for each in (*seen.state, *short):
-                said.setdefault(each, []).append(number + 1)
-        found += [
-            f"{side.name}, run{'s' if len(runs) > 1 else ''} {spans(runs)}: {each}" for each, runs in said.items()
-        ]
+                said.setdefault(each, []).append(number)
+        found += [f"{side.name}, {spans(runs)}: {each}" for each, runs in said.items()]
     return found
 
 
@@ -147,14 +145,14 @@ def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers in few letters: 1-3, 5."""
+    """Runs by their ascending numbers, in few letters: run-0 to run-2, run-4."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
             found[-1].append(number)
         else:
             found.append([number])
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in found)
+    return ", ".join(" to ".join(f"run-{number}" for number in dict.fromkeys((span[0], span[-1]))) for span in found)
 
 
 def mixed(sides: Sequence[Side]) -> list[str]:

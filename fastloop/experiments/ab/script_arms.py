@@ -62,7 +62,8 @@ def command_of(script: str, args: str = "") -> tuple[str, ...]:
         ConfigError: there is no such script or command.
     """
     try:
-        given, more = shlex.split(script), shlex.split(args)
+        given = [script] if is_file(Path(script)) else shlex.split(script)  # a path may hold spaces
+        more = shlex.split(args)
     except ValueError as error:
         raise ConfigError(
             got=f"--script {script} --args {args}", why=f"it cannot be parsed: {error}", do="close the quotes"

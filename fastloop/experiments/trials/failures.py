@@ -48,8 +48,8 @@ def ran_out_of_memory(trial: Trial) -> bool:
 
 def advise(trial: Trial, resume: Path | None = None) -> str:
     """A line that says what to do about a training that failed, where its cause tells or the command can go on."""
-    steps = [suggest_next(trial), None if resume is None else f"continue with --resume {resume}"]
-    text = ", then ".join(step for step in steps if step)
+    steps = [suggest_next(trial), None if resume is None else f"unchanged, it goes on with --resume {resume}"]
+    text = "; ".join(step for step in steps if step)
     return f"\n  do  {text}" if text else ""
 
 
@@ -59,11 +59,9 @@ def suggest_next(trial: Trial) -> str | None:
     if ran_out_of_memory(trial):
         return f"train with smaller micro-batches, or {FREE_MEMORY}"
     if "SIGKILL" in cause:
-        return (
-            "where dmesg tells of the out-of-memory killer, use fewer workers or smaller batches; else start it again"
-        )
+        return "look into dmesg: where the out-of-memory killer did it, use fewer workers or smaller batches"
     if "is stopped from outside" in cause:
-        return "start it again, and let nothing stop its processes: Ctrl-Z, a debugger or kill -STOP did"
+        return "find what stopped the process: Ctrl-Z, a debugger, or kill -STOP"
     if cause.startswith("hung"):
         return "see above where its processes stood, and look for what they wait for"
     if cause.startswith("exceeded its time limit"):

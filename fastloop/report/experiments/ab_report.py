@@ -28,8 +28,8 @@ MEANING = (
     " runs at this spread would have found four times out of five: smaller differences may exist."
 )
 AGAIN = (
-    "Run i of every arm trained with the i-th seed, in the order above; each run has a directory of its own beside"
-    " comparison.json, with its resolved configuration, its environment and its measurement."
+    "run-0 of every arm trained with the first seed, run-1 with the next, in the order above; each has a directory of"
+    " that name in its arm's, with its resolved configuration, its environment and its measurement."
 )
 CLOSING = "Only these arms were compared, on this machine and with these versions; another GPU asks for its own A/B."
 
@@ -304,7 +304,7 @@ def failures(result: ExperimentResult) -> list[str]:
             for label, value in (("rank", failure.rank), ("last step", failure.last_step))
             if value is not None
         ]
-        run = "" if failure.run is None else f", run {failure.run}"
+        run = "" if failure.run is None else f", {failure.run}"
         found.append(", ".join([f"{failure.arm}{run}: {failure.cause or 'n/a'}", *where]))
     return found
 

@@ -92,6 +92,9 @@ def test_an_unknown_argument_is_suggested_for() -> None:
         training.make_trainer(configured("trainer.wurst={a: {b: 1}}"), None, None)
 
 
+NO_CUDA = "write run.accelerator: cpu, or look at CUDA_VISIBLE_DEVICES"
+
+
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(visible: int, *overrides: str) -> str | None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -102,8 +105,8 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert refused(0, "run.devices=2", "run.accelerator=gpu") == "write run.accelerator: cpu"
-    assert refused(0, "run.devices=1", "run.accelerator=cuda") == "write run.accelerator: cpu"
+    assert refused(0, "run.devices=2", "run.accelerator=gpu") == NO_CUDA
+    assert refused(0, "run.devices=1", "run.accelerator=cuda") == NO_CUDA
     assert refused(1, "run.devices=2", "run.accelerator=auto") == "write at most 1, or look at CUDA_VISIBLE_DEVICES"
     assert refused(2, "run.devices=2", "run.accelerator=gpu") is None
     assert refused(0, "run.devices=2", "run.accelerator=auto") is None
@@ -302,7 +305,7 @@ def test_a_checkpoint_that_is_no_file(name: str, here: Path) -> None:
     for trusted in (True, False):
         with pytest.raises(ConfigError, match="there is no such file") as caught:
             training.train(configured(f"run.resume={name}"), None, trust_checkpoint=trusted)
-        assert caught.value.got == f"run.resume: {name} (command line)"
+        assert caught.value.key == "run.resume" and caught.value.got.endswith("(command line)")
 
 
 def test_files_of_an_earlier_run_go_once_this_one_is_ready(here: Path) -> None:

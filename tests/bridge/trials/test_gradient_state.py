@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastloop.bridge.trials import gradient_state
-from fastloop.bridge.trials.gradient_state import ROUNDING, STARTS, TWICE, Start
+from fastloop.bridge.trials.gradient_state import RAISED, ROUNDING, STARTS, TWICE, Start
 from fastloop.judge.parity import TAU
 
 
@@ -36,6 +36,24 @@ def test_an_error_of_the_weights_and_of_nothing_else() -> None:
     assert torch.equal(torch.rand(1), first), "the same random numbers as without the error"
 
 
+def test_raised_biases_leave_a_relu_on() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Linear(6, 6)
+    )
+    module[1].weight.data.mul_(0.2)
+    raised = gradient_state.raise_biases(module)
+    assert list(raised) == ["1.bias"] and torch.allclose(raised["1.bias"], torch.tensor(0.6))
+    before = gradient_state.copy_state(module)
+    x = torch.randn(16, 3, 8, 8)
+    assert 0.4 < (module[:3](x) == 0).float().mean() < 0.6
+    RAISED[0].set(module, {**before, **raised})
+    assert (module[:3](x) == 0).float().mean() < 0.01
+    names = gradient_state.raise_biases(
+        torch.nn.Sequential(torch.nn.BatchNorm1d(3, affine=False), torch.nn.GroupNorm(1, 2))
+    )
+    assert list(names) == ["1.bias"], "one without a bias has none to raise"
+
+
 def test_names_that_are_not_known_stay() -> None:
     module = torch.nn.Linear(2, 2)
     own = module.bias.detach().clone()
@@ -45,5 +63,6 @@ def test_names_that_are_not_known_stay() -> None:
 
 def test_the_base_looks_at_every_precision_that_has_a_limit() -> None:
     assert [start.name for start in STARTS] == ["first", "again", "random", *ROUNDING]
+    assert [start.error for start in RAISED] == [0.0, *ROUNDING.values()] and all(start.raised for start in RAISED)
     assert set(ROUNDING) == set(TAU) - {"fp64", "fp16"}, "float16 rounds as TF32 does"
     assert STARTS[0].seed == STARTS[1].seed != STARTS[2].seed and not any(start.error for start in STARTS[:3])

@@ -106,7 +106,7 @@ def test_where_workers_do_not_apply_one_answer_is_enough(monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise NotApplicable("the dataset cannot go to workers")
 
-    monkeypatch.setattr(Workers, "_refuse", refuse)
+    monkeypatch.setattr(Workers, "plan", refuse)
     found = several(counts=(1, 2, 4))
     assert len(found["counts"]) == 1 and found["inactive"] == {"workers": "the dataset cannot go to workers"}
 

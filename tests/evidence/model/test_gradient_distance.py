@@ -20,6 +20,13 @@ def test_the_norm_of_the_whole_and_the_worst_tensor() -> None:
     assert found["missing"] == found["extra"] == found["lost"] == found["astray"] == [] and found["finite"]
 
 
+def test_layers_count_alike_however_small() -> None:
+    base = {"head": torch.full((10, 10), 1e3), "conv": torch.full((4, 1, 3, 3), 1.0), "bias": torch.ones(4)}
+    found = measure_deviation(base, {**base, "conv": base["conv"] * 1.36, "bias": torch.zeros(4)})
+    assert found["deviation"] < 1e-3 and found["layers"] == pytest.approx(0.36 / math.sqrt(2))
+    assert measure_deviation({"bias": base["bias"]}, {"bias": base["bias"]})["layers"] is None
+
+
 def test_the_same_is_zero() -> None:
     found = measure_deviation(BASE, {name: tensor.clone() for name, tensor in BASE.items()})
     assert found["deviation"] == 0 and found["worst"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastloop.experiments.ab.experiment import Experiment, Settings, enough_step
 from fastloop.experiments.ab.sides import sides_of
 from fastloop.experiments.trials.trial import finished
 from fastloop.records.store import to_json
+from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
 BASE = MadeArm()
@@ -217,7 +219,18 @@ def test_what_other_settings_promise(keys: list[str], same: bool, expected: str)
 def test_the_time_left_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     carried_out(tmp_path, AMP.but(), said=said)
-    assert any("run 2 of 5, about" in line and line.endswith("s left") for line in said)
+    assert any(line.startswith("amp, run-1 (2 of 5), about") and line.endswith("s left") for line in said)
+
+
+def test_a_run_is_called_the_same_everywhere(tmp_path: Path) -> None:
+    said: list[str] = []
+    broken = AMP.but(fails_at=2)
+    done = carried_out(tmp_path, BASE.but(), broken, said=said)
+    result = results.write(done, "mine", partial=False)
+    assert any(line.startswith("amp, run-2 (3 of 5)") for line in said), "while it runs"
+    assert any(line.startswith("amp, run-2 failed: killed by SIGKILL") for line in said), "when it fails"
+    assert ab_report.failures(result)[0].startswith("amp, run-2: killed by SIGKILL"), "in the report"
+    assert json.loads((tmp_path / "1-amp" / "run-2" / "trial.json").read_text())["name"] == "amp, run-2", "on the disk"
 
 
 def test_a_run_that_did_not_begin_where_the_others_did_is_none(tmp_path: Path) -> None:

@@ -84,14 +84,16 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
     for number in (0, 1, 2):
         measured(made.base, number, window_too_short=True)
     assert results.flags(made.sides) == [
-        "base, runs 1-3: the window is too short for its queues",
-        "amp, run 2: the GPU's clocks were held back: hw_thermal 12 %",
-        "amp, run 2: the window is too short for its queues",
+        "base, run-0 to run-2: the window is too short for its queues",
+        "amp, run-1: the GPU's clocks were held back: hw_thermal 12 %",
+        "amp, run-1: the window is too short for its queues",
     ]
 
 
-@pytest.mark.parametrize(("numbers", "said"), [([4], "4"), ([1, 2, 3], "1-3"), ([1, 3, 4, 7], "1, 3-4, 7")])
-def test_numbers_in_few_letters(numbers: list[int], said: str) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "said"), [([4], "run-4"), ([0, 1, 2], "run-0 to run-2"), ([1, 3, 4, 7], "run-1, run-3 to run-4, run-7")]
+)
+def test_runs_in_few_letters(numbers: list[int], said: str) -> None:
     assert results.spans(numbers) == said
 
 

@@ -267,6 +267,11 @@ def test_the_command_behind_a_script(tmp_path: Path) -> None:
     assert command_of(str(TRAIN), "--lr 0.1 --name 'a b'")[1:] == (str(TRAIN), "--lr", "0.1", "--name", "a b")
     assert command_of(str(TRAIN))[0] == sys.executable
     assert command_of(f"env -i python {TRAIN}", "-x") == ("env", "-i", "python", str(TRAIN), "-x")
+    spaced = tmp_path / "my scripts" / "train it.py"
+    spaced.parent.mkdir()
+    spaced.touch()
+    assert command_of(str(spaced), "-x") == (sys.executable, str(spaced), "-x")
+    assert command_of(f"env -i python '{spaced}'") == ("env", "-i", "python", str(spaced))
     with pytest.raises(ConfigError, match=r"--script no\.py\n  why there is no such file"):
         command_of("no.py")
     with pytest.raises(ConfigError, match="cannot be parsed"):

@@ -13,6 +13,7 @@ from fastloop.experiments.climb.interface import Result
 from fastloop.judge import parity
 from fastloop.judge.statistics import Pool
 from fastloop.records.experiment import Gate, Outcome
+from fastloop.records.plan import Parity
 from fastloop.records.store import to_json
 from tests.experiments.climb.test_prediction import AMP, WORKERS, scene
 from tests.experiments.simulated_runner import Disturbed, Machine, SimulatedRunner
@@ -142,10 +143,10 @@ def test_pairs_that_differ_but_agree_give_an_answer(factor: float, disturbed: st
     assert tried(runner, AMP).ended == ended
 
 
-def gated(gradient: Gate) -> Any:
+def gated(gradient: Gate, promise: Parity = "approximate") -> Any:
     class Gated(SimulatedRunner):
         def check_parity(self, *asked: Any, **named: Any) -> Outcome:
-            return parity.outcome("approximate", (Gate(name="ledger", passed=True, why="equal"), gradient))
+            return parity.outcome(promise, (Gate(name="ledger", passed=True, why="equal"), gradient))
 
     return tried(Gated(Machine()), AMP)
 
@@ -157,10 +158,13 @@ def test_gates_that_could_not_be_taken_keep_nothing() -> None:
     assert found.measured_saved_ms > 30 and found.parity.undecided == ("gradient",)
 
 
-def test_what_nothing_can_test_here_is_kept_and_said() -> None:
-    row = gated(Gate(name="gradient", passed=None, why="not testable here: FSDP", detail={"testable": False}))
+def test_what_nothing_can_test_here_is_kept_and_said_where_the_bits_are_promised() -> None:
+    blind = Gate(name="gradient", passed=None, why="not testable here: FSDP", detail={"testable": False})
+    row = gated(blind, "exact")
     assert row.kept and row.parity.passed is None and row.why.startswith("+")
     assert row.why.endswith("; gradient: not testable here: FSDP")
+    rounds = gated(blind)
+    assert not rounds.kept and rounds.ended == "undecided", "a rung that rounds is not kept on its samples alone"
 
 
 def test_a_rest_that_takes_longer_than_the_step_is_measured_again() -> None:

@@ -27,8 +27,8 @@ def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
             "exit code 1 at step 3: torch.OutOfMemoryError: CUDA out of memory",
             "smaller micro-batches, or free the device",
         ),
-        ("killed by SIGKILL at step 12: out of memory, or killed from outside", "else start it again"),
-        ("hung: no step for 6 s; rank 1 (process 7) is stopped from outside at step 12", "kill -STOP did"),
+        ("killed by SIGKILL at step 12: out of memory, or killed from outside", "look into dmesg"),
+        ("hung: no step for 6 s; rank 1 (process 7) is stopped from outside at step 12", "or kill -STOP"),
         ("hung: no step, output or CPU use for 600 s at step 7; it was ended", "look for what they wait for"),
         ("exceeded its time limit of 60 s at step 7; it was ended", "--limit SECONDS"),
     ],
@@ -40,9 +40,9 @@ def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:
 
 def test_a_failure_says_how_to_go_on_where_that_is_possible() -> None:
     text = str(failed(trial("killed by SIGKILL at step 12: out of memory, or killed from outside"), Path("climbs/a")))
-    assert text.endswith("else start it again, then continue with --resume climbs/a")
+    assert text.endswith("fewer workers or smaller batches; unchanged, it goes on with --resume climbs/a")
     unknown = trial("exit code 1: no luck")
-    assert str(failed(unknown, Path("b"))).endswith("exit code 1: no luck\n  do  continue with --resume b")
+    assert str(failed(unknown, Path("b"))).endswith("exit code 1: no luck\n  do  unchanged, it goes on with --resume b")
     assert "  do  " not in str(failed(unknown)), "nothing is known to do"
 
 

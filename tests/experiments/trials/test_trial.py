@@ -127,6 +127,17 @@ def test_a_training_that_hangs_says_where(tmp_path: Path) -> None:
     assert found.measurement is None or found.measurement.partial is True
 
 
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_rank_that_is_stopped_is_named_with_the_step_it_is_at(tmp_path: Path) -> None:
+    stops = net("recipe.at=12", "recipe.does=stop", "recipe.rank=1", "run.devices=2", "run.max_steps=25")
+    found = run_trial("arm", stops, tmp_path, limits=Limits(silent_s=8, grace_s=3))
+    _, _, process = (tmp_path / "beat.1").read_text().split()
+    silent = "hung: no step, output or CPU use for 8 s"
+    stopped = f"rank 1 (process {process}) is stopped from outside at step 12, the others at step 12"
+    assert (found.cause, found.last_step) == (f"{silent}; {stopped}; it was ended", 12)
+
+
 def test_what_the_child_says_of_its_configuration_is_the_cause(tmp_path: Path) -> None:
     where = tmp_path / "a"
     found = run_trial("arm", net("recipe.size=huge"), where)

@@ -22,7 +22,7 @@ RATIO = re.compile(r"\d\.\d+x")
 def test_the_whole_answer() -> None:
     content = AB["faster"]()
     content["flags"] = ["a foreign process was there"]
-    content["failures"] = [{"arm": "amp", "run": 2, "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
+    content["failures"] = [{"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
     assert ab_report.lines(result_of(content)) == [
         "fastloop FASTER 1.32x   resnet50: base vs amp",
         "RATE     base 343 samples/s, amp 453 (medians of 5 runs of each; interval of the ratio 1.29 to 1.35, 95 %);"
@@ -30,7 +30,7 @@ def test_the_whole_answer() -> None:
         "PARITY   approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)",
         "INACTIVE amp: pin (needs CUDA): no credit",
         "FLAG     a foreign process was there",
-        "FAILED   amp, run 2: killed, rank 1, last step 41",
+        "FAILED   amp, run-1: killed, rank 1, last step 41",
         "ON       1x NVIDIA H200, torch 2.11.0, lightning 2.6.6, fastloop 0.1.0, driver 580.159.04",
         "FILES    fastloop-runs/resnet50/20261103T101500",
     ]
@@ -63,7 +63,7 @@ def test_at_most_fourteen_lines_and_every_failure_in_them(run: str) -> None:
     lines = ab_report.lines(result_of(content))
     assert 2 < len(lines) <= 14 and not any("\n" in line or line != line.rstrip() for line in lines)
     for failure in content.get("failures") or ():
-        assert any(f"{failure['arm']}, run {failure['run']}: {failure['cause']}" in line for line in lines)
+        assert any(f"{failure['arm']}, {failure['run']}: {failure['cause']}" in line for line in lines)
     assert ("PARTIAL" in lines[0]) is bool(content.get("partial"))
 
 

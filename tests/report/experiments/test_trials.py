@@ -18,9 +18,9 @@ def test_every_run_has_a_row_in_the_order_they_ran() -> None:
 
 
 def test_failures_name_cause_rank_and_last_step() -> None:
-    failure = {"arm": "amp", "run": 2, "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}
+    failure = {"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}
     content = {"failures": [failure, {"arm": "b", "run": None, "cause": None, "rank": None, "last_step": 0}]}
-    assert ab_report.failures(result_of(content)) == ["amp, run 2: killed, rank 1, last step 41", "b: n/a, last step 0"]
+    assert ab_report.failures(result_of(content)) == ["amp, run-1: killed, rank 1, last step 41", "b: n/a, last step 0"]
 
 
 def test_settings_that_differ() -> None:

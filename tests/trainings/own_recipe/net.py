@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -129,5 +130,6 @@ DEEDS: dict[str, Callable[[Settings], None]] = {
     "raise": raises,
     "exit": leaves,
     "hang": hangs,
+    "stop": lambda asked: os.kill(os.getpid(), signal.SIGSTOP),
     "interrupt": lambda asked: (_ for _ in ()).throw(KeyboardInterrupt),
 }

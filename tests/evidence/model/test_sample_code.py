@@ -1,0 +1,63 @@
+"""Whose code it is, and what methods write. What samples change: test_dataset."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from fastloop.evidence.model.sample_code import is_installed, list_globals, list_sample_functions, list_writers
+from fastloop.feeds.lazy_loader import Bounded
+
+TABLE = {"a": 1}
+
+
+def load(index: int) -> Any:
+    return TABLE, index
+
+
+class Data(Dataset):
+    def __init__(self) -> None:
+        self.made = True
+
+    def __getitem__(self, index: int) -> Any:
+        return self._read(index)
+
+    def _read(self, index: int) -> Any:
+        self.last = index
+        return load(index)
+
+    def switch(self, mode: str) -> None:
+        self.mode = mode
+        self.table["mode"] = mode
+        self.seen.append(mode)
+        other = mode
+        other += "x"
+
+    @property
+    def size(self) -> int:
+        return 3
+
+
+def test_whose_code_it_is() -> None:
+    assert all(is_installed(thing) for thing in (json.dumps, torch.nn.Linear, TensorDataset, int, Bounded))
+    assert not any(is_installed(thing) for thing in (Data, load, lambda: None))
+
+
+def test_the_functions_of_a_sample_are_followed() -> None:
+    assert [function.__name__ for function in list_sample_functions(Data())] == ["__getitem__", "_read", "load"]
+    assert [function.__name__ for function in list_sample_functions(load)] == ["load"]
+    assert list_sample_functions(TensorDataset(torch.zeros(1))) == ()
+
+
+def test_globals_are_told_from_attributes() -> None:
+    assert dict(list_globals(load)) == {"TABLE": TABLE}
+    assert dict(list_globals(lambda item: item.TABLE)) == {}
+    assert "TABLE" in dict(list_globals(lambda: [TABLE for _ in range(3)]))
+
+
+def test_what_methods_write_that_run_for_no_sample() -> None:
+    assert list(list_writers(Data)) == [("switch", "mode"), ("switch", "table"), ("switch", "seen")]
+    assert list(list_writers(TensorDataset)) == []
