@@ -6,11 +6,10 @@ import linecache
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Literal
 
 Owner = Literal["user", "torch", "lightning", "fastloop", "library", "package", "generated"]
@@ -22,7 +21,7 @@ _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
 """The hunters themselves, who sit between the user's line and what it called."""
-_RUNGS, _FEEDS = "fastloop.rungs.", "fastloop.feeds."
+_RUNGS = "fastloop.rungs."
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """What runs compiled code."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
@@ -105,25 +104,26 @@ def find_site(start: FrameType | None) -> Site:
 
 @lru_cache(maxsize=256)
 def name_ours(module: str) -> str:
-    """What to call fastloop's own code: by its rung where only one has to do with this module, never by a file."""
-    reached, rungs = {module}, {module} if module.startswith(_RUNGS) else set[str]()
-    loaded = {name: vars(each) for name, each in sys.modules.items() if name.startswith((_RUNGS, _FEEDS))}
-    layer = set[str]() if rungs else {module}
-    while layer and not rungs:
-        layer = {name for name, names in loaded.items() if name not in reached and _imports(names, layer)}
-        reached |= layer
-        rungs = {name for name in layer if name.startswith(_RUNGS)}
-    if len(rungs) != 1:
-        return "fastloop itself"
-    return f"fastloop's own rung {rungs.pop().removeprefix(_RUNGS).partition('.')[0]}"
+    """What to call fastloop's own code: by its rung where that alone uses this module, and never by a file."""
+    sources = {
+        ".".join(("fastloop", *path.relative_to(_OURS).with_suffix("").parts)): path.read_text(encoding="utf-8")
+        for room in ("rungs", "feeds", "bridge")
+        for path in Path(_OURS, room).rglob("*.py")
+    }
+    users, layer = {module}, {module}
+    while layer:
+        layer = {name for name, source in sources.items() if name not in users and _imports(source, layer)}
+        users |= layer
+    rungs = {name.removeprefix(_RUNGS) for name in users if name.startswith(_RUNGS)}
+    shared = len(rungs) != 1 or any(name.startswith("fastloop.bridge.") for name in users)
+    return "fastloop itself" if shared else f"fastloop's own rung {rungs.pop()}"
 
 
-def _imports(names: Mapping[str, Any], modules: set[str]) -> bool:
-    """Whether one of these modules, or something made in one of them, is among a module's names."""
-    values = list(names.values())
+def _imports(source: str, modules: set[str]) -> bool:
+    """Whether a module imports one of these, at its top or inside a function."""
     return any(
-        (each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", None)) in modules
-        for each in values
+        re.search(rf"\bfrom {re.escape(package)}(\.{leaf} import| import .*\b{leaf}\b)", source)
+        for package, _, leaf in (module.rpartition(".") for module in modules)
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import fastloop.ladder  # noqa: F401  (all rungs, by whose imports their own code is known)
 from fastloop.evidence.sync import call_site
 from fastloop.evidence.sync.call_site import Cause, Site, find_logged_name, find_site
 
@@ -25,7 +24,7 @@ METRICS = (f"{PACKAGES}/torchmetrics/metric.py", "torchmetrics.metric", "forward
 LIBRARY = (os.path.join(os.path.dirname(os.__file__), "functools.py"), "functools", "wrapper")
 RECIPE = (f"{PACKAGES}/fastloop/_shipped/recipes/gpt2.py", "recipes.gpt2", "forward")
 OURS = (f"{PACKAGES}/fastloop/rungs/batch.py", "fastloop.rungs.batch", "split")
-FEED = (f"{PACKAGES}/fastloop/feeds/short_batches.py", "fastloop.feeds.short_batches", "call")
+FEED = (f"{PACKAGES}/fastloop/feeds/compiled_calls.py", "fastloop.feeds.compiled_calls", "read_sizes")
 CALLS = (f"{PACKAGES}/fastloop/feeds/compiled_calls.py", "fastloop.feeds.compiled_calls", "call")
 TREE = (f"{PACKAGES}/fastloop/feeds/batch_tree.py", "fastloop.feeds.batch_tree", "tensors")
 APPLIER = (f"{PACKAGES}/fastloop/bridge/apply/applier.py", "fastloop.bridge.apply.applier", "to_device")
