@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from fastloop.errors import let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import Budget, Sizes
@@ -113,6 +114,7 @@ class CompiledCall:
         try:
             return self._run(budget, tensors, is_new, args, kwargs)
         except Exception as error:
+            let_through(error)
             if is_again or self.is_tried() or not held.restore():
                 raise
             failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"

@@ -39,6 +39,8 @@ BASE_S, PER_LAYER_S = 5.0, 0.3
 OPTIMIZER_LIMIT = 1e-2
 """Deviation of an optimizer's step: rounding, where small differences of large weights are compared."""
 MOST_PLAYS = 3
+BASE_SHARE = 0.25
+"""Of the time for a rehearsal that may go into a better reading of the unchanged modules."""
 ENOUGH_MS = 300.0
 """Of playing, for one reading."""
 Answer = TypeVar("Answer")
@@ -131,16 +133,18 @@ class Rehearsal:
             try:
                 with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
                     self._base = self._play()
-                    self._base_ms = self._read_ms(self._base.ms, self._base.ms)
-                    if self._recorder.is_whole:
-                        self.hands.count(self._play, self._samples)
-                    if self._player.has_dropout():
-                        self._without_dropout = self._play(dropout=False)
+                    self._base_ms = self._read_ms(self._base.ms, BASE_SHARE)
+                    self.hands.count(self._play_without_dropout, self._samples if self._recorder.is_whole else None)
+                    if self._player.has_dropout() and not self._without_dropout.outputs:
+                        self._play_without_dropout()
             except Exception as error:
                 problem = f"its calls cannot be played again: {_explain(error)}"
         problems, times_ms = zip(*self._gather((problem, self._base_ms)), strict=True)
         self._base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
+
+    def _play_without_dropout(self) -> None:
+        self._without_dropout = self._play(dropout=False)
 
     def _try_step(self, step: Step, problem: str | None, before: list[Outcome]) -> Outcome:
         """One rung, with those that were kept before it. All ranks say the same in the end."""
@@ -168,7 +172,7 @@ class Rehearsal:
         if self._must_pay_back(step):
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self._step_ms, self.terms.steps_left)
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self._step_ms)
-        if step.rung in self.terms.by_ladder and self._spent_s + 2e-3 * self._base_ms > allowed_s:
+        if step.rung in self.terms.by_ladder and self._spent_s + 1e-3 * self._base_ms > allowed_s:
             return f"this run is too short to try it: that may take {allowed_s:.2g} s, a twentieth of what is left"
         return None
 
@@ -200,11 +204,10 @@ class Rehearsal:
 
     def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         self.hands.apply(step)
-        first = self._play()
         # A compiled module draws other random numbers, and would be compiled anew without dropout.
         dropout = _is_costly(step) or not self._player.has_dropout()
-        compared = first if dropout else self._play(dropout=False)
-        deviation = measure_deviation(self._base if dropout else self._without_dropout, compared)
+        first = self._play(dropout=dropout)
+        deviation = measure_deviation(self._base if dropout else self._without_dropout, first)
         captured = dynamo_graphs.count_captured() if _is_costly(step) else 0
         second = self._play()
         if _is_costly(step) and dynamo_graphs.count_captured() > captured:
@@ -214,8 +217,8 @@ class Rehearsal:
         fault: str | None = None
         told: float | None = deviation.largest
         if not judge.is_close(deviation, precision):
-            fault, told = judge.find_fault(deviation, self._measure_rounding(compared, precision, dropout), precision)
-        changed_ms = self._read_ms(second.ms, first.ms)
+            fault, told = judge.find_fault(deviation, self._measure_rounding(first, precision, dropout), precision)
+        changed_ms = self._read_ms(second.ms)
         saved_ms = (judge.find_last_ms(before, self._base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
             rung=step.rung,
@@ -284,11 +287,12 @@ class Rehearsal:
         self._spent_s += played.ms / 1e3
         return played
 
-    def _read_ms(self, first_ms: float, warm_up_ms: float) -> float:
-        """The shortest of a few plays, as many as there is time for."""
-        shortest, plays, spent_ms = first_ms, 1, first_ms
-        step_ms = min(first_ms, warm_up_ms) * self.terms.batches_per_step
-        allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, step_ms) if self.terms.weighs_costs else math.inf
+    def _read_ms(self, first_ms: float, share: float = 1.0) -> float:
+        """The shortest of a few plays, as many as there is time for in this share of what all may take."""
+        shortest, plays, spent_ms, allowed_s = first_ms, 1, first_ms, math.inf
+        if self.terms.weighs_costs:
+            step_ms = (self._base_ms or first_ms) * self.terms.batches_per_step
+            allowed_s = share * judge.limit_rehearsal_s(self.terms.steps_left, step_ms)
         while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._spent_s + first_ms / 1e3 <= allowed_s:
             played_ms = self._play().ms
             shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
