@@ -37,7 +37,7 @@ KEYS: dict[str, Any] = {
         "amp": {"enabled": False, "mode": "bf16-mixed"},
         "layout": {"enabled": False},
         "fused": {"enabled": False},
-        "compile": {"enabled": False, "mode": "default", "dynamic": None},
+        "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "pay_back": "auto"},
         "overlap": {
             "enabled": False,
             "gradient_as_bucket_view": True,
