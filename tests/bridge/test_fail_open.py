@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data._utils import signal_handling
 
 from fastloop.bridge.fail_open import disabled, fail_open
 from fastloop.errors import ConfigError, FastLoopError
@@ -127,8 +128,10 @@ def test_what_a_handler_of_the_users_raises_in_our_hook_is_theirs(handler: Any, 
 
 
 @pytest.mark.timeout(60)
-def test_the_death_of_a_worker_in_our_hook_is_torchs_to_tell() -> None:
+def test_the_death_of_a_worker_in_our_hook_is_torchs_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler for SIGCHLD raises wherever the main thread is, and once only."""
+    # torch sets it once in a process, and the end of an earlier test's fit, which restores all signals, took it away.
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     owner, iterator = Busy(), iter(DataLoader(TensorDataset(torch.arange(99)), num_workers=1))
     next(iterator)
     with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid \d+\) is killed by signal: Killed"):

@@ -44,7 +44,16 @@ def test_text_and_object(here: Path) -> None:
         "plan": {"schema": 1, "parity_class": "exact", "rungs": []},
         "findings": [],
         "measurement": to_json(Measurement(steps=3)),
-        "verdicts": [{"rung": "amp", "took": None, "why": "", "parity_class": "exact"}],
+        "verdicts": [
+            {
+                "rung": "amp",
+                "took": None,
+                "why": "",
+                "parity_class": "exact",
+                "rehearsed": None,
+                "pays_back_after_steps": None,
+            }
+        ],
     }, "keys that an older run lacks are there, as not measured"
 
 

@@ -56,7 +56,7 @@ class Terms:
     """Weigh one-time costs against the length of this run; a trial stands for a longer one."""
     steps_left: int | None = None
     """Optimizer steps; None where that is not known."""
-    batches_per_step: int = 1
+    batches_per_step: float = 1.0
 
     def of_run(self, trainer: Any) -> Terms:
         """These terms for the run that now begins."""
@@ -109,6 +109,8 @@ class Rehearsal:
         """Try all rungs; those that stay are applied when this returns."""
         outcomes: list[Outcome] = []
         self.stop_recording()
+        if (made := self.site.trainer.global_step - self._began_at) > 1:  # Lightning counts each optimizer's steps
+            self.terms = replace(self.terms, batches_per_step=1 / made)
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}

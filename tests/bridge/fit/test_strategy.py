@@ -55,7 +55,7 @@ class Note:
             raise AttributeError(name)
         results = {
             "loader": lambda loader: loader,
-            "to_device": lambda batch, move, index: move(),
+            "to_device": lambda batch, move, index: move(batch),
             "training_step": lambda step, *args, **kwargs: step(*args, **kwargs),
         }
 
