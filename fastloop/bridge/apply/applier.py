@@ -58,6 +58,8 @@ class Applier:
         self._first_sizes: Sizes = {}
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
+        self.scaler_state: Mapping[str, Any] | None = None
+        """Of mixed precision, in the checkpoint that is resumed."""
         self._late_conversions: list[Callable[[Any], Any]] = []
         """For the batch that had come to the device before the rehearsal."""
         self.plan = Plan()
@@ -86,7 +88,7 @@ class Applier:
             let_through(error)
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
-        self._site = LiveSite(trainer, strategy, facts)
+        self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         if trainer.state.fn != "fit":
             # Other stages get what changes results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))

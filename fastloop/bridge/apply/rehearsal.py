@@ -129,7 +129,9 @@ class Rehearsal:
     def _play_unchanged(self) -> str | None:
         """Read what the modules compute and take as the user wrote them; why they cannot be played again, if so."""
         problem = self._recorder.problem
-        if problem is None and not self._recorder.calls:
+        if not self.site.facts.plain_gradients:
+            problem = f"under {self.site.facts.strategy} a module's call is part of an exchange between ranks"
+        elif problem is None and not self._recorder.calls:
             problem = "no module with parameters was called in the first step"
         if problem is None:
             try:
@@ -180,7 +182,7 @@ class Rehearsal:
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung, and play what it changes; it is taken away again where that ends badly. No collectives."""
-        limit_s, is_lasting = COSTLY_LIMIT_S if _is_costly(step) else LIMIT_S, True
+        limit_s, is_lasting = self._limit_s(step), True
         do = f"write rungs.{step.rung}.enabled: false"
         try:
             with (
@@ -266,7 +268,8 @@ class Rehearsal:
                 self.hands.unapply(step)
             self.hands.apply(others[kept.rung])
             if alone.fault is None:
-                return replace(failed, fault=f"{failed.fault}; it works without {kept.rung}, which is faster alone")
+                why = f"{failed.fault}; it works without {kept.rung}, which is faster alone"
+                return replace(failed, fault=why, is_lasting=False)
         return failed
 
     def _drop_slow(self, outcomes: list[Outcome]) -> list[Outcome]:
@@ -316,6 +319,13 @@ class Rehearsal:
         self._spent_s -= seconds
         self._memory.keep_first_call_s(step.rung, self.hands.settings(step.rung), seconds)
         return seconds
+
+    def _limit_s(self, step: Step) -> float:
+        """Of a compile that has to pay back: no longer than the rest of the run could ever save."""
+        left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
+        if not _is_costly(step) or left is None:
+            return COSTLY_LIMIT_S if _is_costly(step) else LIMIT_S
+        return min(COSTLY_LIMIT_S, judge.BEST_SAVING * self._step_ms * left / 1e3)
 
     def _must_pay_back(self, step: Step) -> bool:
         wanted = step.change.pay_back

@@ -17,8 +17,10 @@ from fastloop.records.plan import Undo
 class LiveSite:
     """What an action is handed: see `fastloop.records.plan.Site`."""
 
-    def __init__(self, trainer: Any, strategy: Any, facts: Facts) -> None:
-        self.trainer, self.strategy, self.facts = trainer, strategy, facts
+    def __init__(
+        self, trainer: Any, strategy: Any, facts: Facts, scaler_state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.trainer, self.strategy, self.facts, self.scaler_state = trainer, strategy, facts, scaler_state
         self.staging = Staging(trainer, strategy)
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
@@ -43,7 +45,9 @@ class LiveSite:
     def set_precision(self, mode: str) -> Undo:
         plugin = namespaces.load(namespaces.of(self.strategy), "plugins.precision.MixedPrecision")
         before = self.strategy._precision_plugin
-        self.strategy.precision_plugin = plugin(mode, self.device.type)
+        self.strategy.precision_plugin = own = plugin(mode, self.device.type)
+        if self.scaler_state is not None:  # Lightning restored it before this plugin was there to take it
+            own.load_state_dict(self.scaler_state)
         return lambda: setattr(self.strategy, "_precision_plugin", before)
 
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:

@@ -220,6 +220,11 @@ class FastLoop(Callback):
             self._applier.clean_checkpoint(checkpoint)
 
     @fail_open
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._applier is not None:
+            self._applier.scaler_state = checkpoint.get("MixedPrecision")
+
+    @fail_open
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._undo()
 
