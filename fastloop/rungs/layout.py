@@ -49,7 +49,8 @@ class Layout:
             evaluation=True,
             wants={"step.channels_last_inputs": True},
             actions=(kernels, state),
-            rehearse="modules",
+            # DDP lays its buckets out by the kernels' order, and need not do it again when that changes in mid-run.
+            rehearse=None if facts.is_ddp else "modules",
         )
 
     def verify(self, seen: Measurement) -> Verdict:

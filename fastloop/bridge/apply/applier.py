@@ -26,6 +26,9 @@ from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
 
+MOST_BATCHES = 16
+"""Batches before the rehearsal whose sizes are compared with the first one's."""
+
 
 class Applier:
     """Applies a ladder to one run.
@@ -58,6 +61,8 @@ class Applier:
         self._first_sizes: Sizes = {}
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
+        self._spared: set[str] = set()
+        """Rungs that were left out and are no error under ``strict``: they could apply, and are not worth it here."""
         self.scaler_state: Mapping[str, Any] | None = None
         """Of mixed precision, in the checkpoint that is resumed."""
         self._late_conversions: list[Callable[[Any], Any]] = []
@@ -97,7 +102,7 @@ class Applier:
         self.plan = planned
         for step in planned.planned:
             if (why := self.refused.get(step.rung)) is not None and step.rung not in self._held:
-                self._skip(step, why)
+                self._skip(step, why, is_refusal=False)
         self._may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
         self._loader_rungs = frozenset(step.rung for step in self._may_want.steps)
         self._check_strict()
@@ -154,6 +159,11 @@ class Applier:
             )
             self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
 
+    @property
+    def held(self) -> list[str]:
+        """Rungs that wait for the rehearsal."""
+        return sorted(self._held)
+
     def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained as the user wrote it."""
         if self.rehearsal is not None:
@@ -165,7 +175,8 @@ class Applier:
         rehearsal, site = self.rehearsal, self._site
         if rehearsal is None or site is None:
             return
-        site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
+        if len(site.changed_sizes) < MOST_BATCHES:
+            site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
         if not rehearsal.is_due():
             return
         conversions = list(site.staging.conversions)
@@ -344,11 +355,14 @@ class Applier:
         self.plan = Plan(steps=tuple(told if other is step else other for other in self.plan.steps))
         if outcome.fault is not None:
             self.refused[outcome.rung] = outcome.fault
-            self._skip(told, outcome.fault)
+            self._skip(told, outcome.fault, is_refusal=outcome.is_lasting)
 
-    def _skip(self, step: Step, reason: str) -> None:
+    def _skip(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
+        """Leave a rung out; what cannot apply, and is not merely not worth it, is an error under ``strict``."""
         skipped = dataclasses.replace(step, status="skipped", reason=reason)
         self.plan = Plan(steps=tuple(skipped if other is step else other for other in self.plan.steps))
+        if not is_refusal:
+            self._spared.add(step.rung)
         self._check_strict()
 
     def _plan_loader(self, facts: Facts) -> Plan:
@@ -362,7 +376,7 @@ class Applier:
 
     def _check_strict(self) -> None:
         if self.strict:
-            refuse_skipped(self.plan)
+            refuse_skipped(Plan(steps=tuple(step for step in self.plan.steps if step.rung not in self._spared)))
 
     def _undo_down_to(self, count: int) -> None:
         while len(self._undos) > count:

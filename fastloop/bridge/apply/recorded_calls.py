@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.untouched import untouched
 from fastloop.errors import NotApplicable
-from fastloop.feeds.batch_tree import is_container, rebuild, tensors
+from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
 from fastloop.judge.rehearsal import Deviation
 
 MOST_CALLS = 4
@@ -33,6 +34,8 @@ class Call:
     """Whether a backward pass may follow."""
     is_of_batch: bool
     """Whether it was called with tensors of the batch themselves."""
+    sources: Mapping[int, tuple[int, int]]
+    """Arguments, by place among its tensors, that are outputs of an earlier call: its number and the place there."""
     trained: tuple[bool, ...]
     """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
 
@@ -47,13 +50,17 @@ class CallRecorder:
         self.is_whole = True
         """No call in training was left out."""
         self._versions: dict[str, int] = {}
+        self._current: dict[str, int] = {}
+        """Of each module, the call that is going on."""
         self._of_batch: dict[int, torch.Tensor] = {}
+        self._made: dict[Any, tuple[tuple[int, int], torch.Tensor]] = {}
+        """Outputs by where they lie in memory: a detached one is known too. Held, so that nothing else comes there."""
         self._hooks: list[Any] = []
         for name in names:
             inner = module.get_submodule(name)
             self._hooks += [
-                inner.register_forward_pre_hook(self._make_before(name), with_kwargs=True),
-                inner.register_forward_hook(self._make_after(name)),
+                inner.register_forward_pre_hook(_Hook(self._make_before(name)), with_kwargs=True),
+                inner.register_forward_hook(_Hook(self._make_after(name))),
             ]
 
     @property
@@ -67,12 +74,14 @@ class CallRecorder:
     def stop(self) -> None:
         """Take the hooks off. Harmless when called twice."""
         self._of_batch = {}
+        self._made.clear()
         while self._hooks:
             self._hooks.pop().remove()
 
     def _make_before(self, name: str) -> Callable[..., None]:
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._versions[name] = _sum_versions(module)
+            self._current.pop(name, None)
             if not module.training:
                 return
             if sum(call.name == name for call in self.calls) >= MOST_CALLS:
@@ -81,8 +90,11 @@ class CallRecorder:
             try:
                 trained = tuple(parameter.requires_grad for parameter in module.parameters())
                 own = any(id(each) in self._of_batch for each in tensors([args, kwargs]))
+                given = enumerate(tensors([args, kwargs]))
+                sources = {place: self._made[key][0] for place, each in given if (key := _locate(each)) in self._made}
                 copies = copy_value(args), copy_value(kwargs)
-                self.calls.append(Call(name, *copies, torch.is_grad_enabled(), own, trained))
+                self._current[name] = len(self.calls)
+                self.calls.append(Call(name, *copies, torch.is_grad_enabled(), own, sources, trained))
             except Exception as error:  # whatever a user's own type raises when it is copied
                 self.problem = (
                     f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
@@ -91,11 +103,40 @@ class CallRecorder:
         return before
 
     def _make_after(self, name: str) -> Callable[..., None]:
-        def after(module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        def after(module: torch.nn.Module, _args: Any, output: Any) -> None:
+            if (index := self._current.pop(name, None)) is not None:
+                for place, each in enumerate(each for each in _find_tensors(output) if each.is_floating_point()):
+                    if (key := _locate(each)) is not None:
+                        self._made[key] = (index, place), each
             if _sum_versions(module) != self._versions.get(name):
                 self.problem = f"{name or 'the module'} changes its own parameters in forward"
 
         return after
+
+
+class _Hook:
+    """A hook that stays behind where its module is copied or pickled."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | None:
+    """None for a tensor without a place in memory, as a sparse one."""
+    try:
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _sum_versions(module: torch.nn.Module) -> int:
@@ -169,8 +210,9 @@ class Player:
                 for each in (each for module in self.modules for each in module.modules()):
                     each.training = each.training and not isinstance(each, _DropoutNd)
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            made: dict[tuple[int, int], torch.Tensor] = {}
             for index, call in enumerate(self.calls):
-                args, kwargs = copy_value(call.args), copy_value(dict(call.kwargs))
+                args, kwargs = _hand_on(made, call, [copy_value(call.args), copy_value(dict(call.kwargs))])
                 if call.is_of_batch:
                     args, kwargs = self._convert(args), self._convert(kwargs)
                 self._synchronize()
@@ -178,13 +220,16 @@ class Player:
                 self._play_one(index, call, args, kwargs, played)
                 self._synchronize()
                 played.ms += 1e3 * (time.perf_counter() - began)
+                latest = played.outputs[len(made) :]
+                made |= {(index, place): each for place, each in enumerate(latest)}
         return played
 
     def _play_one(self, index: int, call: Call, args: Any, kwargs: Any, played: Played) -> None:
         module = self.module.get_submodule(call.name)
         with _toggled(module, call.trained):
             with self._context(), torch.set_grad_enabled(call.grad):
-                output = module(*args, **kwargs)
+                # Leaves that want a gradient must not be changed in place, as a first layer may.
+                output = module(*map_tensors(args, _take_off_leaf), **map_tensors(kwargs, _take_off_leaf))
             self._finish_one(index, call, module, (args, kwargs), output, played)
 
     def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: Played) -> None:
@@ -209,6 +254,7 @@ class Player:
             )
         for name, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 known = played.gradients.get(name)
                 played.gradients[name] = gradient.detach() if known is None else known + gradient
 
@@ -261,6 +307,21 @@ class Player:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _hand_on(made: Mapping[tuple[int, int], torch.Tensor], call: Call, given: Any) -> Any:
+    """Arguments as this play has made them: of the type and in the memory order that they come in now."""
+    places = itertools.count()
+
+    def swap(tensor: torch.Tensor) -> torch.Tensor:
+        now = made.get(call.sources.get(next(places), (-1, -1)))
+        return tensor if now is None else now.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(given, swap) if call.sources else given
+
+
+def _take_off_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
 @contextlib.contextmanager

@@ -25,17 +25,19 @@ from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
+from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_tree import samples
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
 from fastloop.records.plan import Rehearsed, Step
 
-LIMIT_S = 60.0
+LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
 COSTLY_LIMIT_S = 600.0
 """For a rung with a one-time cost, such as a compile."""
 BASE_S, PER_LAYER_S = 5.0, 0.3
 """What compiling a model takes, roughly, where that is not known: so much, and so much for each of its layers."""
+UNCOUNTED_BATCHES = 8
 OPTIMIZER_LIMIT = 1e-2
 """Deviation of an optimizer's step: rounding, where small differences of large weights are compared."""
 MOST_PLAYS = 3
@@ -88,6 +90,7 @@ class Rehearsal:
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
         self._without_dropout = Played()
         self._samples: int | None = None
+        self._batches = 0
 
     def note_batch(self, batch: Any) -> None:
         """The first batch is about to be trained on."""
@@ -100,8 +103,11 @@ class Rehearsal:
         self._recorder.stop()
 
     def is_due(self) -> bool:
-        """Whether the first optimizer step is done."""
-        return bool(self.site.trainer.global_step > self._began_at)
+        """Whether the first optimizer step is done; asked once a batch. Steps that a module makes behind Lightning's
+        back, with the bare optimizers, are not counted: there some batches have to do."""
+        self._batches += 1
+        uncounted = not self.site.module.automatic_optimization and self._batches > UNCOUNTED_BATCHES
+        return bool(self.site.trainer.global_step > self._began_at) or uncounted
 
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
@@ -119,6 +125,7 @@ class Rehearsal:
         self._memory = Remembered(self._player.modules, self.site.device)
         try:
             problem = self._play_unchanged()
+            self._heed_time_left()
             for step in self.steps:
                 outcomes.append(self._try_step(step, problem, outcomes))
             return self._drop_slow(outcomes)
@@ -136,6 +143,9 @@ class Rehearsal:
         if problem is None:
             try:
                 with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
+                    if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user:
+                        with RefuseCollectives():  # type: ignore[no-untyped-call]
+                            self._play()  # ranks do not play equally often
                     self._base = self._play()
                     self._base_ms = self._read_ms(self._base.ms, BASE_SHARE)
                     self.hands.count(self._play_without_dropout, self._samples if self._recorder.is_whole else None)
@@ -146,6 +156,15 @@ class Rehearsal:
         problems, times_ms = zip(*self._gather((problem, self._base_ms)), strict=True)
         self._base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
+
+    def _heed_time_left(self) -> None:
+        """A Trainer with ``max_time`` may make fewer steps than it plans. All ranks take the same number."""
+        timers = [each for each in self.site.trainer.callbacks if hasattr(each, "time_remaining")]
+        left_s = [each.time_remaining() for each in timers]
+        steps = [int(1e3 * each / self._step_ms) for each in left_s if each is not None and self._step_ms]
+        fewest = min([*steps, *([] if self.terms.steps_left is None else [self.terms.steps_left])], default=None)
+        every = [each for each in self._gather(fewest) if each is not None]
+        self.terms = replace(self.terms, steps_left=min(every, default=None))
 
     def _play_without_dropout(self) -> None:
         self._without_dropout = self._play(dropout=False)
@@ -197,7 +216,10 @@ class Rehearsal:
         except NotApplicable as error:
             fault, is_lasting = str(error), False
         except Exception as error:
+            # A limit may be this run's own, memory another's, and an optimizer's twin fails for reasons of its own.
             fault = _explain(error)
+            passing = _find_cause(error, (TimeLimit, torch.cuda.OutOfMemoryError)) is not None
+            is_lasting = step.change.rehearse == "modules" and (limit_s == COSTLY_LIMIT_S or not passing)
         else:
             if outcome.fault is not None:
                 self.hands.unapply(step)
@@ -236,6 +258,8 @@ class Rehearsal:
         )
 
     def _try_optimizers(self, step: Step, _before: Sequence[Outcome]) -> Outcome:
+        self.hands.apply(step)  # which refuses what it does not know
+        self.hands.unapply(step)
         usual = step_twins(self.site.optimizers, self.site.device)
         self.hands.apply(step)
         changed = step_twins(self.site.optimizers, self.site.device)
@@ -325,7 +349,7 @@ class Rehearsal:
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not _is_costly(step) or left is None:
             return COSTLY_LIMIT_S if _is_costly(step) else LIMIT_S
-        return min(COSTLY_LIMIT_S, judge.BEST_SAVING * self._step_ms * left / 1e3)
+        return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, judge.BEST_SAVING * self._step_ms * left / 1e3))
 
     def _must_pay_back(self, step: Step) -> bool:
         wanted = step.change.pay_back
@@ -373,8 +397,14 @@ class Rehearsal:
     def _surround(self) -> Iterator[None]:
         """What surrounds a training step: the precision, and DDP, which tells Dynamo where its buckets end."""
         inside = getattr(self.site.wrapped, "_inside_ddp_forward", contextlib.nullcontext)
-        with inside(), self.site.strategy.precision_plugin.train_step_context():
-            yield
+        loop = self.site.trainer.fit_loop.epoch_loop
+        logged = loop._results
+        loop._results = type(logged)(training=True)  # what a module logs in a play is no value of a step
+        try:
+            with inside(), self.site.strategy.precision_plugin.train_step_context():
+                yield
+        finally:
+            loop._results = logged
 
     def _convert(self, value: Any) -> Any:
         for convert in self.site.staging.conversions:
@@ -404,10 +434,15 @@ def _is_costly(step: Step) -> bool:
 def _explain(error: BaseException) -> str:
     """What went wrong. A limit may have passed inside a compile, which makes an error of its own of it; what a signal's
     handler raised is none of ours."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, TimeLimit):
-            return str(cause)
-        cause = cause.__cause__ or cause.__context__
+    if (limit := _find_cause(error, (TimeLimit,))) is not None:
+        return str(limit)
     let_through(error)
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    """The error itself or one that it came of, if it is of these kinds."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kinds):
+        cause = cause.__cause__ or cause.__context__
+    return cause

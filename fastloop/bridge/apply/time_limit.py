@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -21,6 +22,9 @@ REPEAT_S = 20.0
 
 class TimeLimit(Exception):
     """The work took longer than its limit."""
+
+    def __init__(self, message: str = "it took longer than its limit") -> None:
+        super().__init__(message)
 
 
 @contextlib.contextmanager
@@ -46,7 +50,8 @@ def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
 def _alarm(seconds: float) -> Iterator[None]:
     """By a signal, which also ends waiting for a lock. Only the main thread hears signals."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
+        with _interrupted(seconds):
+            yield
         return
 
     def ring(_number: int, _frame: FrameType | None) -> None:
@@ -58,9 +63,24 @@ def _alarm(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)  # None: set from C
         if left:  # the user's own alarm, that much later as it would have come
             signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), again)
+
+
+@contextlib.contextmanager
+def _interrupted(seconds: float) -> Iterator[None]:
+    """Raise in this thread, at its next line of Python."""
+    this = ctypes.c_ulong(threading.get_ident())
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    timer = threading.Timer(seconds, raise_in, (this, ctypes.py_object(TimeLimit)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _end_process(seconds: float, cause: str, do: str) -> None:

@@ -42,8 +42,10 @@ def untouched(*modules: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        kept.restore()
-        streams()
+        try:
+            kept.restore()
+        finally:
+            streams()
 
 
 def keep_random_streams() -> Callable[[], None]:
@@ -73,10 +75,20 @@ class Kept:
         self._undos: list[Callable[[], object]] = []
 
     def restore(self) -> None:
-        """Put everything back, last note first."""
+        """Put everything back, last note first.
+
+        Raises:
+            Exception: what one of them raised, once all others have had their turn.
+        """
+        failed: list[Exception] = []
         with torch.no_grad():
             for undo in reversed(self._undos):
-                undo()
+                try:
+                    undo()
+                except Exception as error:
+                    failed.append(error)
+        if failed:
+            raise failed[0]
 
     def keep_module(self, root: torch.nn.Module) -> None:
         """A module with all inside it, and what its hooks keep."""
@@ -130,11 +142,15 @@ class Kept:
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
             return
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            return  # expanded: nothing can write to it in place
         # Not only where its version moved: batch normalization writes its running statistics without moving it.
         self._undos.append(partial(tensor.detach().copy_, tensor.detach().clone()))
 
     def _keep_array(self, value: Any) -> None:
-        if hasattr(value, "bit_generator"):
+        if hasattr(value, "get_state") and hasattr(value, "set_state"):
+            self._undos.append(partial(value.set_state, value.get_state()))
+        elif hasattr(value, "bit_generator"):
             self._undos.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif hasattr(value, "shape") and value.shape and value.flags.writeable:
             self._undos.append(partial(value.__setitem__, ..., value.copy()))

@@ -206,6 +206,8 @@ class FastLoop(Callback):
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
+        if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.rehearsal:
+            rank_zero_warn(f"fastloop: step 1 ran without {', '.join(self._applier.held)}; write rehearsal: off")
         if not self._training:
             return
         if self.measurement is None:
@@ -222,7 +224,7 @@ class FastLoop(Callback):
     @fail_open
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
-            self._applier.scaler_state = checkpoint.get("MixedPrecision")
+            self._applier.scaler_state = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
 
     @fail_open
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

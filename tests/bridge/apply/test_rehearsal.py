@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from fastloop.bridge.apply import recorded_calls, rehearsal
+from fastloop.errors import ConfigError
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
@@ -466,3 +467,82 @@ def test_the_work_is_counted_before_anything_is_compiled(monkeypatch: pytest.Mon
     loop, _, _ = fit(config("amp"))
     assert loop is not None and loop.measurement is not None and read(loop)[0] is True
     assert plain and loop.measurement.flops["per_sample"] == pytest.approx(plain, rel=0.01)
+
+
+class Chained(Module):
+    """Two modules, the second of which begins in place and gets what the first has made, detached and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Inner()
+        self.second = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(1, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        made = self.net(batch[0])
+        loss = torch.nn.functional.mse_loss(self.second(made.detach() + 0) + self.second(made), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def test_a_later_module_gets_what_an_earlier_one_now_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def halve(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **kwargs).bfloat16()
+
+    plant(monkeypatch, halve)
+    module = Chained()
+    module.second[1].register_forward_pre_hook(lambda inner, args: seen.append(args[0].dtype))
+    monkeypatch.setattr(rehearsal, "find_precision", lambda *_: "bf16")
+    monkeypatch.setattr(torch.nn.Linear, "forward", _linear_of_any_type)
+    loop, _, _ = fit(config("amp"), module)
+    assert read(loop)[0] is True, read(loop)
+    assert torch.bfloat16 in seen[:12], "in the rehearsal, and not only in the steps after it"
+
+
+def _linear_of_any_type(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x.float(), self.weight, self.bias)
+
+
+def test_what_a_module_logs_in_a_play_is_no_value_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logging(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.net.log = lambda value: self.log("inner", value, on_step=True, on_epoch=True)  # type: ignore[assignment]
+            return super().training_step(batch, batch_idx)
+
+    def logs(self: Inner, x: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers(x))
+        self.log(out.detach().mean())  # type: ignore[operator]
+        return out
+
+    monkeypatch.setattr(Inner, "forward", logs)
+    plain = fit(None, Logging(), steps=6, limit_train_batches=6)[1].trainer.callback_metrics
+    plant(monkeypatch, lambda old: old)
+    loop, module, _ = fit(config("amp"), Logging(), steps=6, limit_train_batches=6)
+    assert read(loop)[0] is True
+    assert {key: float(value) for key, value in module.trainer.callback_metrics.items()} == {
+        key: float(value) for key, value in plain.items()
+    }
+
+
+def test_uncounted_steps_are_rehearsed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that steps its bare optimizers: Lightning's global_step stays 0."""
+
+    class Bare(Manual):
+        def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+            return super().optimizers(use_pl_optimizer=False)
+
+    plant(monkeypatch, lambda old: old)
+    loop, module, _ = fit(config("amp"), Bare(), steps=-1, max_epochs=3)
+    assert module.trainer.global_step == 0 and read(loop)[0] is True
+
+
+def test_strict_is_about_what_cannot_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda old: old, evaluation=True)
+    loop, module, _ = fit(config("amp", strict=True), steps=1, by_ladder=("amp",))
+    assert read(loop)[0] is False
+    assert module.trainer.validate(module, data(8), verbose=False) is not None
+    assert read(fit(config("amp", strict=True), steps=4, by_ladder=("amp",))[0])[0] is False, "too short to try it"
+    plant(monkeypatch, _raise(RuntimeError("no kernel")))
+    with pytest.raises(ConfigError, match="no kernel"):
+        fit(config("amp", strict=True))

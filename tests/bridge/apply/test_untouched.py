@@ -175,3 +175,24 @@ def test_parameters_and_gradients_are_left_alone(keeper: Keeper) -> None:
     with untouched(keeper):
         keeper(torch.randn(8, 4))
     assert keeper.norm.weight is weight and weight.grad is grad and weight._version == version
+
+
+def test_what_cannot_be_put_back_keeps_nothing_else_from_it(keeper: Keeper) -> None:
+    keeper.register_buffer("wide", torch.ones(1).expand(8))
+    keeper.old = numpy.random.RandomState(0)
+    before, drawn = look(keeper), str(keeper.old.get_state())
+    with untouched(keeper):
+        keeper(torch.randn(8, 4))
+        keeper.old.rand(3)
+    assert look(keeper) == before and str(keeper.old.get_state()) == drawn
+
+    class Stuck(dict[str, int]):
+        def clear(self) -> None:
+            raise RuntimeError("frozen")
+
+    keeper.stuck = Stuck(a=1)
+    before = look(keeper)
+    with pytest.raises(RuntimeError, match="frozen"), untouched(keeper):
+        keeper(torch.randn(8, 4))
+        keeper.stuck["b"] = 2
+    assert look(keeper) == before

@@ -1,0 +1,24 @@
+"""Whether what runs exchanges something between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastloop.errors import NotApplicable
+
+
+class RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside ``with``, an operator that all ranks must call raises NotApplicable in place of being called."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as in `flops.FlopCount`: compiled code keeps its graphs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise NotApplicable("a module exchanges something between ranks in its calls")
+        return func(*args, **(kwargs or {}))
