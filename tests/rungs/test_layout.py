@@ -245,3 +245,10 @@ def test_checkpoints_are_stored_as_a_plain_run_stores_them(tmp_path: Path) -> No
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(stored("other", LAYOUT, lr=0.06), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_under_ddp_it_applies_before_the_wrap() -> None:
+    """DDP lays its buckets out once where parameters may be unused: kernels that change later get other gradients."""
+    rung = Layout(enabled=True)
+    assert rung.plan(Facts(convs=("conv",), is_ddp=True)).rehearse is None
+    assert rung.plan(Facts(convs=("conv",))).rehearse == "modules"

@@ -39,9 +39,21 @@ def plant(breaks_on: int | None) -> Callable[..., Change]:
     return lambda self, facts: change
 
 
-def run(case: str, rungs: tuple[str, ...] | None) -> None:
+class Exchanging(torch.nn.Sequential):
+    """As SyncBatchNorm, it asks the other ranks in each call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(mean)
+        return super().forward(x - mean)  # type: ignore[no-any-return]
+
+
+def run(case: str, rungs: tuple[str, ...] | None, *, exchanging: bool = False) -> None:
     torch.manual_seed(0)
     module = models.Regression(optimizer=torch.optim.Adam, dropout=0.2)
+    if exchanging:
+        module.net = Exchanging(*module.net)
     for layer in module.net:
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
@@ -67,6 +79,7 @@ def run(case: str, rungs: tuple[str, ...] | None) -> None:
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
         "losses": module.losses,
         "verdicts": {} if loop is None else {each.rung: [each.took, each.why] for each in loop.verdicts},
+        "rehearsed": [] if loop is None else [each.rung for each in loop.verdicts if each.rehearsed is not None],
     }
     Path(f"{case}-{trainer.global_rank}.json").write_text(json.dumps(told))
 
@@ -79,5 +92,7 @@ if __name__ == "__main__":
         os.environ["XDG_CACHE_HOME"] = str(Path.cwd() / case)
         Amp.plan = plant(breaks_on)  # type: ignore[method-assign]
         run(case, ("amp",))
+    Amp.plan = plant(None)  # type: ignore[method-assign]
+    run("exchanging", ("amp",), exchanging=True)
     Amp.plan = PLAN  # type: ignore[method-assign]
     run("compiled", ("compile",))

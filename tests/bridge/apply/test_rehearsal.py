@@ -443,7 +443,7 @@ def test_all_ranks_agree(tmp_path: Path) -> None:
     """Two gloo ranks; a rung that breaks on one of them is off on both, and nobody waits for the other."""
     python(Path(__file__).with_name("rehearsal_ranks.py"), cwd=tmp_path, limit_s=200)
     told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*-[01].json")}
-    assert len(told) == 10
+    assert len(told) == 12
     for rank in (0, 1):
         plain = told[f"plain-{rank}"]
         for case in ("works", "breaks_on_0", "breaks_on_1"):
@@ -451,6 +451,9 @@ def test_all_ranks_agree(tmp_path: Path) -> None:
             assert (seen["weights"], seen["losses"]) == (plain["weights"], plain["losses"]), case
             took, why = seen["verdicts"]["amp"]
             assert took is (case == "works") and (took or f"on rank {case[-1]}: RuntimeError: no kernel" in why)
+        exchanging = told[f"exchanging-{rank}"]
+        assert exchanging["verdicts"]["amp"][0] is True and exchanging["rehearsed"] == [], "applied, and not tried"
+        assert told[f"works-{rank}"]["rehearsed"] == ["amp"]
         took, why = told[f"compiled-{rank}"]["verdicts"]["compile"]
         assert took is True and "recompiled" not in why, why
     assert told["compiled-0"]["weights"] == told["compiled-1"]["weights"] != told["plain-0"]["weights"]
