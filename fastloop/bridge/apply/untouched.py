@@ -25,7 +25,19 @@ MOST_OBJECTS = 100_000
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OURS = ("_compiled_call_impl", "_parameters", "_modules", *HOOKS)
 """Attributes of a module that no forward pass changes, or that are not the user's."""
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.ModuleType, torch.dtype)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    torch.dtype,
+)
 _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 
@@ -129,7 +141,7 @@ class Kept:
                 self._keep(member)
         elif isinstance(value, torch.nn.Module):
             self.keep_module(value)
-        elif isinstance(value, types.MethodType):
+        elif isinstance(value, (types.FunctionType, types.MethodType)):
             self._keep_callable(value)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
