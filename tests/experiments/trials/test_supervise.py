@@ -21,9 +21,11 @@ from tests.commands.command_line import ROOT, wait_for
 from tests.experiments.trials.test_reaper import gone, pids, python
 
 BEATS = """
-import time
+import os, time
 for step in range(1, {steps} + 1):
-    open("beat", "w").write(f"{{step}} {steps}")
+    with open("next", "w") as file:
+        file.write(f"{{step}} {steps}")
+    os.replace("next", "beat")  # as a real beat: never empty when somebody looks
     time.sleep({every})
 """
 
