@@ -69,10 +69,15 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     Args:
         cost_s: what it is expected to take.
         step_ms: of the modules it would speed up, per optimizer step.
-        steps_left: optimizer steps that this run still has; None = not known, and taken to be many.
+        steps_left: optimizer steps that this run still has; None = not known.
     """
     saved_ms = BEST_SAVING * step_ms
-    if steps_left is None or 1e3 * cost_s <= saved_ms * steps_left:
+    if steps_left is None:
+        return (
+            f"it takes about {cost_s:.0f} s once, and whether that pays back is not known: the loader has no length;"
+            " switch it on by name, or give the Trainer max_steps"
+        )
+    if 1e3 * cost_s <= saved_ms * steps_left:
         return None
     after = math.ceil(1e3 * cost_s / saved_ms) if saved_ms else None
     when = "never" if after is None else f"after {after:,} steps"

@@ -65,7 +65,7 @@ def test_numbers_that_are_none() -> None:
     [
         (10, 100, 200, False),  # half of 100 ms, 200 times, is 10 s
         (10, 100, 199, True),
-        (10, 100, None, False),
+        (10, 100, None, True),
         (0, 100, 0, False),
         (10, 0, 1000, True),
     ],
@@ -73,7 +73,9 @@ def test_numbers_that_are_none() -> None:
 def test_pay_back_before_the_cost(cost_s: float, step_ms: float, left: int | None, refused: bool) -> None:
     why = explain_no_pay_back(cost_s, step_ms, left)
     assert (why is not None) is refused
-    if why is not None and step_ms:
+    if why is not None and left is None:
+        assert "whether that pays back is not known" in why
+    elif why is not None and step_ms:
         assert why == (
             "it takes about 10 s once; if it halved the 100 ms of each step, it would pay back after 200 steps,"
             " and this run has 199 left"

@@ -40,6 +40,8 @@ BASE_S, PER_LAYER_S = 5.0, 0.3
 UNCOUNTED_BATCHES = 8
 OPTIMIZER_LIMIT = 1e-2
 """Deviation of an optimizer's step: rounding, where small differences of large weights are compared."""
+ENDLESS = 10**9
+"""Optimizer steps of a run that goes on until somebody ends it."""
 MOST_PLAYS = 3
 BASE_SHARE = 0.25
 """Of the time for a rehearsal that may go into a better reading of the unchanged modules."""
@@ -63,6 +65,8 @@ class Terms:
     def of_run(self, trainer: Any) -> Terms:
         """These terms for the run that now begins."""
         planned = count_planned_steps(trainer)
+        if planned is None and trainer.max_epochs == trainer.max_steps == -1:
+            planned = ENDLESS
         left = None if planned is None else max(0, planned - 1)
         return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
 
@@ -196,7 +200,7 @@ class Rehearsal:
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self._step_ms, self.terms.steps_left)
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self._step_ms)
         if step.rung in self.terms.by_ladder and self._spent_s + 1e-3 * self._base_ms > allowed_s:
-            return f"this run is too short to try it: that may take {allowed_s:.2g} s, a twentieth of what is left"
+            return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s"
         return None
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:

@@ -314,6 +314,22 @@ def test_what_cannot_pay_back_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     assert read(loop)[0] is True, "a cost that is known counts in place of the guess"
 
 
+@pytest.mark.parametrize(("epochs", "tried"), [(3, False), (-1, True)])
+def test_a_run_of_unknown_length_pays_for_nothing(epochs: int, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader without a length; the control is a run that was asked to go on for ever."""
+
+    class Endless(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                self.trainer.should_stop = True
+
+    plant(monkeypatch, lambda old: old, pay_back="required")
+    monkeypatch.setattr(rehearsal, "count_planned_steps", lambda trainer: None)
+    loop, _, _ = fit(config("amp"), Endless(), steps=-1, max_epochs=epochs)
+    took, why = read(loop)
+    assert took is tried and (tried or "the loader has no length" in why)
+
+
 def test_two_that_break_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Either works alone; the second breaks in the backward pass once the first is there."""
 
