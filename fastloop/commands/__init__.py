@@ -5,9 +5,35 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastloop.commands import ab, climb, config, diagnose, doctor, execute, headspace, listing, report, run, tune  # noqa: F401
+    from fastloop.commands import (
+        ab,
+        cache,
+        climb,
+        config,
+        diagnose,
+        doctor,
+        execute,
+        headspace,
+        listing,
+        report,
+        run,
+        tune,
+    )  # noqa: F401
 
-COMMANDS = ("ab", "climb", "config", "diagnose", "doctor", "execute", "headspace", "listing", "report", "run", "tune")
+COMMANDS = (
+    "ab",
+    "cache",
+    "climb",
+    "config",
+    "diagnose",
+    "doctor",
+    "execute",
+    "headspace",
+    "listing",
+    "report",
+    "run",
+    "tune",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

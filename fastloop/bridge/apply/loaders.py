@@ -11,6 +11,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge.apply.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.watch import loader_state
+from fastloop.errors import NotApplicable
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
@@ -82,7 +83,7 @@ class TrainLoaders:
         }
         for key, value in plan.wants.items():
             if key.startswith("dataset."):
-                settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
+                self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -103,8 +104,18 @@ class TrainLoaders:
             self._originals[id(changed)] = (changed, loader)
         return changed
 
+    def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
+        """Put what `want` makes of the loader's dataset in its place. The want itself has the ``evidence()`` and the
+        ``close()``: the dataset that it makes may have the user's methods of these names."""
+        try:
+            settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+        except NotApplicable as reason:
+            self._give_up(key, str(reason))
+        else:
+            self._keep(key, want)
+
     def _keep(self, key: str, made: Any) -> Any:
-        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
         if hasattr(made, "close"):

@@ -25,6 +25,8 @@ from fastloop.errors import NotApplicable
 
 INFO, ALIVE, DATA = "info.json", "alive", "samples.bin"
 _DRAFT = ".draft-"
+_YOUNG_S = 60.0
+"""Drafts younger than this are being made: their lock may not be there yet."""
 
 
 def find_shm_root() -> Path:
@@ -72,6 +74,8 @@ class Place:
         alive, self._alive = self._alive, -1
         if remove and _lock_alone(alive):
             _remove(self.path)
+            with contextlib.suppress(OSError):  # others are there
+                self.path.parent.rmdir()
         os.close(alive)
 
 
@@ -82,13 +86,14 @@ def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
         NotApplicable: the root is not private.
         OSError: there is no room for it.
     """
-    make_private(root)
     path = root / name
     for _ in range(100):  # others make and remove it meanwhile
+        make_private(root)
         if (place := _join(path)) is not None:
             return place
-        draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=root))
+        draft = root
         try:
+            draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=root))
             held = os.open(draft / ALIVE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(held, fcntl.LOCK_SH)
             try:
@@ -99,8 +104,9 @@ def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
                 raise
             return Place(path, held)
         except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if draft != root:
+                shutil.rmtree(draft, ignore_errors=True)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
     raise NotApplicable(f"{path} is made and removed by others all the time")
 
@@ -110,11 +116,12 @@ def _join(path: Path) -> Place | None:
     try:
         alive = os.open(path / ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        _remove(path)  # none, or what a removal left that was killed
+        if path.is_dir() and not (path / ALIVE).exists():  # somebody deleted single files
+            _remove(path)
         return None
     try:
         fcntl.flock(alive, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.path.sameopenfile(alive, alive) and os.stat(path / ALIVE).st_ino == os.fstat(alive).st_ino:
+        if (path / ALIVE).stat().st_ino == os.fstat(alive).st_ino:
             return Place(path, alive)
     except OSError:
         time.sleep(0.01)
@@ -213,5 +220,6 @@ def clear(found: Found) -> bool:
 def sweep(root: Path, *, drafts_only: bool = False) -> None:
     """Remove what crashed processes left: caches without a user, or only what was never finished."""
     for found in list_caches(root):
-        if not drafts_only or found.path.name.startswith(_DRAFT):
+        is_draft = found.path.name.startswith(_DRAFT)
+        if not (is_draft and found.age_s < _YOUNG_S) and (is_draft or not drafts_only):
             clear(found)

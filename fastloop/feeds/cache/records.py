@@ -13,13 +13,23 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from fastloop.evidence.machine import versions
+
 FORMAT = 1
 """Raised with every change of what stores hold: what an older version kept is then never read."""
 _HEAD = struct.Struct("<4sIQ16sI")
+RECORD_HEAD = _HEAD.size
+"""Bytes by which a record is known."""
 _MAGIC = b"FLs1"
 _ALIGN = 16
 _PICTURES = ("1", "L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16")
 """Modes of PIL whose pictures are their pixels and nothing else; P has a palette beside them."""
+
+
+def describe_versions() -> str:
+    """Python's version and those of the packages that make samples. Imports none of them."""
+    found = versions(("numpy", "pillow", "torch", "torchvision"))
+    return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
 class CannotKeep(Exception):
@@ -148,7 +158,9 @@ def _restore_tensor(dtype: str, shape: list[int], size: int, take: Callable[[int
     import torch
 
     kind = getattr(torch, dtype)
-    return torch.frombuffer(bytearray(take(size)), dtype=kind).reshape(shape) if size else torch.empty(shape, dtype=kind)
+    return (
+        torch.frombuffer(bytearray(take(size)), dtype=kind).reshape(shape) if size else torch.empty(shape, dtype=kind)
+    )
 
 
 def _describe_picture(value: Any, buffers: list[bytes]) -> Any:
@@ -160,13 +172,21 @@ def _describe_picture(value: Any, buffers: list[bytes]) -> Any:
     if value.mode not in _PICTURES:
         raise CannotKeep(f"a picture of mode {value.mode}: convert() it first")
     buffers.append(value.tobytes())
-    return {"p": [value.mode, list(value.size), len(buffers[-1])]}
+    about = [value.mode, list(value.size), len(buffers[-1])]
+    return {"p": [*about, _describe(dict(value.info), buffers)]}
 
 
-def _restore_picture(mode: str, size: list[int], length: int, take: Callable[[int], memoryview]) -> Any:
+def _restore_picture(mode: str, size: list[int], length: int, info: Any, take: Callable[[int], memoryview]) -> Any:
     from PIL import Image
 
-    return Image.frombytes(mode, (size[0], size[1]), take(length))
+    picture = Image.frombytes(mode, (size[0], size[1]), take(length))
+    picture.info = _restore(info, take)
+    return picture
 
 
-_RESTORE = {"a": _restore_array, "n": _restore_scalar, "T": _restore_tensor, "p": _restore_picture}
+_RESTORE: dict[str, Callable[..., Any]] = {
+    "a": _restore_array,
+    "n": _restore_scalar,
+    "T": _restore_tensor,
+    "p": _restore_picture,
+}
