@@ -1,5 +1,7 @@
 """What the command line does, one command a file. They compute and return an Answer; only cli.py prints."""
 
+# ruff: noqa: F401  # for type checkers
+
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -18,20 +20,10 @@ if TYPE_CHECKING:
         report,
         run,
         tune,
-    )  # noqa: F401
+    )
 
 COMMANDS = (
-    "ab",
-    "cache",
-    "climb",
-    "config",
-    "diagnose",
-    "doctor",
-    "execute",
-    "headspace",
-    "listing",
-    "report",
-    "run",
+    *("ab", "cache", "climb", "config", "diagnose", "doctor", "execute", "headspace", "listing", "report", "run"),
     "tune",
 )
 

@@ -31,7 +31,6 @@ CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     evidence={"hits": 0},
-    follows={"data_wait": 4},
     applies=lambda seen: bool(loader(seen).get("map_style")) and is_worth_handing_over(seen),
     variants=(),  # trials end within an epoch, before there is anything to gain
 )
