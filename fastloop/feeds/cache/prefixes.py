@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from fastloop.errors import let_through
 from fastloop.feeds.cache import datasets
 from fastloop.feeds.images.reading import ImageSource, Unknown, read_source
 from fastloop.records.facts import PrefixFacts
@@ -17,6 +18,14 @@ _LOOKED_AT = 64
 
 def read_prefix(dataset: Any) -> PrefixFacts | str:
     """The part of its work that is the same each time; or why there is none that could be kept."""
+    try:
+        return _read(dataset)
+    except Exception as error:  # the user's code, of which we asked something unusual
+        let_through(error)
+        return f"{type(dataset).__name__} could not be looked at: {type(error).__name__}: {error}"
+
+
+def _read(dataset: Any) -> PrefixFacts | str:
     if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):
         return f"{type(dataset).__name__} has no samples that could be asked for by number"
     leaf = next(datasets.list_leaves(dataset), dataset)
