@@ -171,10 +171,10 @@ class _Files:
         number = int.from_bytes(key[:8], "little")
         for step in range(self._slots):
             slot = _HEAD.size + (number + step) % self._slots * _SLOT.size
+            if not self.read(slot + 16):
+                return slot, False
             if self._index[slot : slot + 16] == key:
                 return slot, True
-            if not struct.unpack_from("<Q", self._index, slot + 16)[0]:
-                return slot, False
         return None, False
 
     def put(self, key: bytes, record: bytes) -> bool:

@@ -135,18 +135,18 @@ class ServerStore:
         if time.monotonic() < self._away_until:
             yield None
             return
-        redis: Any = importlib.import_module("redis")
+        wrong: Any = importlib.import_module("redis.exceptions")
         first = not self._away_until
         try:
             if self._client is None:
                 self._client = connect(self.url)
             yield self._client
             self._away_until = 0.0
-        except (redis.ConnectionError, redis.TimeoutError, redis.ClusterDownError, NotApplicable, OSError) as error:
+        except (wrong.ConnectionError, wrong.TimeoutError, wrong.ClusterDownError, NotApplicable, OSError) as error:
             self._away_until = time.monotonic() + _RETRY_S
             if first:
                 raise ServerAway(f"the server at {self.url} does not answer ({error})") from None
-        except redis.ResponseError as error:  # out of memory, read-only, forbidden
+        except wrong.ResponseError as error:  # out of memory, read-only, forbidden
             self._full = True
             raise StoreFull(str(error)) from None
 
