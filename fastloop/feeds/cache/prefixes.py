@@ -42,7 +42,7 @@ def _read(dataset: Any) -> PrefixFacts | str:
             return f"{reason}, and none of its methods is marked by fastloop.cached_prefix"
         fingerprint, size = datasets.read_images(dataset), _measure_images(source)
         steps = [type(step).__name__ for step in source.facts.prefix]
-        what = f"decoded images{f' after {chr(44).join(steps)}' if steps else ''}"
+        what = "decoded images" + (f" after {', '.join(steps)}" if steps else "")
     return PrefixFacts(
         what=what,
         dataset=f"{type(leaf).__name__}{f' of {root}' if (root := _find_root(leaf)) else ''}",

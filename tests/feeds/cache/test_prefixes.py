@@ -67,7 +67,8 @@ def test_marked_methods(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    pass
+    def __iter__(self) -> Any:
+        return iter([1])
 
 
 class Breaks(Arrays):
