@@ -2,8 +2,8 @@
 
 Faster because  the device no longer waits while the next batch is decoded, and no batch is copied between processes.
 Costs           two batches in host memory for each thread; the threads share Python's one lock with the training loop.
-Don't use when  samples are made by Python code: only what lets go of that lock (reading, decoding, NumPy, PyTorch) runs
-                beside the loop, unless this Python has no such lock. With `workers` or `dali`: pick one.
+Don't use when  Python code makes the samples: threads run beside each other only where libraries read and decode, or in
+                a Python that has no such lock. With `workers` or `dali`: pick one.
 Evidence        threads that made batches of an epoch, and the samples in them
 Source          https://docs.pytorch.org/data/0.11/torchdata.nodes.html
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.records.card import Card, Variant, read_int
+from fastloop.records.card import Card, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
@@ -29,13 +29,11 @@ CARD = Card(
     family="feed",
     does="threads of this process read and decode, and no batch is sent between processes",
     evidence={"threads": 0},
-    answers={"data_wait": 4},
     applies=lambda seen: (
         loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
     ),
-    variants=(Variant(changes="loader"),),
+    variants=(),  # a climb predicts a loader by the number of its processes, and here are none
     batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
-    plan_shows_refusal=True,
 )
 """What other files know of this rung."""
 
