@@ -105,6 +105,9 @@ class Workers:
             do = "fewer workers load where their batches do not fit; give the container --shm-size=8g"
             notes.append(f"/dev/shm has room for {room >> 20} MiB only: {do}")
         wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
+        if facts.cpu_count > 2 * facts.local_ranks:
+            wants["launch.free_cpus"] = facts.local_ranks
+            notes.append(f"workers keep off {facts.local_ranks} of {facts.cpu_count} CPUs: the training launches there")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         parity: Parity = "approximate" if loader.draws_random else "exact"
         if loader.draws_random:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import sqlite3
 import tempfile
@@ -108,7 +109,10 @@ LITTLE = (
 )
 def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
     change = Workers(enabled=True, **settings).plan(given)
-    assert change.wants == expected and list(change.notes) == notes and not change.actions
+    kept_off = {"launch.free_cpus": given.local_ranks} if given.cpu_count > 2 * given.local_ranks else {}
+    room = [f"workers keep off {given.local_ranks} of {given.cpu_count} CPUs: the training launches there"]
+    assert change.wants == {**expected, **kept_off} and not change.actions
+    assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
     assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
 
 
@@ -172,6 +176,26 @@ def test_no_workers_where_their_batches_could_not_come_back(monkeypatch: pytest.
         assert f"those below {place}; set TMPDIR to a shorter directory" in (ours.reason("workers") or "")
         with pytest.raises(RuntimeError, match="timed out"):  # what the training would wait for
             next(iter(batches(64, num_workers=1, timeout=3)))
+
+
+@pytest.mark.parametrize(("ranks", "cpus"), [(1, 2), (2, 4), (4, 8), (1, 3), (4, 9)])
+def test_few_cpus_are_not_kept_free(ranks: int, cpus: int) -> None:
+    change = Workers(enabled=True).plan(facts({}, cpu_count=cpus, local_ranks=ranks))
+    assert change.wants.get("launch.free_cpus") == {3: 1, 9: 4}.get(cpus)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_workers_leave_room_for_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back from the kernel: of the CPUs that the worker believes to have, only the first is there."""
+    real = os.sched_getaffinity
+    first = min(real(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: real(pid) if pid else {first, 1000, 1001})
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
+    plain, ours = both(WORKERS, partial(batches, 64, shuffle=True), max_epochs=2)
+    assert ours.seen("workers")["worker_cpus"] == 1 and ours.verdict("workers").parity_class == "exact"
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    assert run(WORKERS, batches(64)).seen("workers")["worker_cpus"] == len(real(0)), "the control"
 
 
 def test_plan_waits_and_counts() -> None:
