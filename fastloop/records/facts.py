@@ -48,6 +48,10 @@ class LoaderFacts:
     """Attribute path of what cannot travel to a spawned worker."""
     sample_bytes: int | None = None
     """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
+    long_lists: tuple[str, ...] = ()
+    """Containers in the dataset of which each forked worker would get a copy by and by."""
+    packable: int = 0
+    """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
     images: ImageFacts | str = "the dataset was not looked at"
     """What happens to each file of a dataset of images; or why it is none."""
     engine: str | None = None

@@ -25,7 +25,9 @@ from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
 from fastloop.evidence.model.dataset import worker_hazards
+from fastloop.feeds import packed_list
 from fastloop.feeds.lazy_loader import LazyLoader, clone
+from fastloop.feeds.packed_list import PackedList, Packing
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, auto_count
@@ -196,6 +198,44 @@ def test_workers_leave_room_for_launching(monkeypatch: pytest.MonkeyPatch) -> No
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
     monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
     assert run(WORKERS, batches(64)).seen("workers")["worker_cpus"] == len(real(0)), "the control"
+
+
+def test_long_lists_are_packed_or_named() -> None:
+    """D8."""
+    change = Workers(enabled=True).plan(facts({"packable": 10**7, "long_lists": ("dataset.samples holds 10",)}))
+    assert change.wants["dataset.packed"] == Packing(samples=10**7) and change.parity == "exact"
+    assert "10000000 file names are packed into arrays, which workers share; lists they would copy" in change.notes
+    change = Workers(enabled=True).plan(facts({"long_lists": ("dataset.paths holds 1.2 million Python objects",)}))
+    assert "dataset.packed" not in change.wants and change.notes[0] == (
+        "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they look at;"
+        " use arrays"
+    )
+
+
+def test_workers_read_packed_files_in_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "x").mkdir()
+    for number in range(12):
+        image.new("L", (8, 1), number).save(tmp_path / "x" / f"{number:02d}.png")
+    monkeypatch.setattr(packed_list, "LONG", 12)
+    wrapped: list[Any] = []
+    wrap = Packing.wrap
+    monkeypatch.setattr(Packing, "wrap", lambda it, dataset: wrapped.append(wrap(it, dataset)) or wrapped[-1])
+    folder = datasets.ImageFolder(tmp_path, transform=read_grey)
+
+    def collate(rows: Any) -> Any:
+        x = torch.stack([x for x, _ in rows])
+        return x / 12, x[:, :1], x[:, 0].long()
+
+    plain, ours = both(WORKERS, lambda: DataLoader(folder, 4, shuffle=True, collate_fn=collate), max_epochs=2)
+    assert ours.verdict("workers").took and [type(each.samples) for each in wrapped] == [PackedList]
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert type(folder.samples) is list and folder.samples == wrapped[0].samples
+
+
+def read_grey(picture: Any) -> torch.Tensor:
+    return torch.tensor(list(picture.convert("L").tobytes()), dtype=torch.float32)
 
 
 def test_plan_waits_and_counts() -> None:

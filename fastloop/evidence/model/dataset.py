@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 from fastloop.evidence.model import sample_code
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
+_MANY_OBJECTS = 1_000_000
 _HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
 SHARED = "is a connection or a client of one, and answers to several workers would get mixed up; open it in __getitem__"
 POOL = "runs threads or processes, which workers do not get"
@@ -248,6 +249,15 @@ def sample_bytes(dataset: Any) -> int | None:
     if type(dataset) is not TensorDataset or not len(dataset):
         return None
     return sum(tensor.nbytes for tensor in dataset.tensors) // len(dataset)
+
+
+def list_long(dataset: Any) -> tuple[str, ...]:
+    """Its containers of very many Python objects: forked workers copy each one that they look at, and grow by it."""
+    found = []
+    for path, item in walk(dataset):
+        if isinstance(item, (list, tuple, dict)) and len(item) >= _MANY_OBJECTS:
+            found.append(f"{path} holds {len(item) / 1e6:.1f} million Python objects")
+    return tuple(found)
 
 
 def unpicklable(root: Any, name: str = "dataset") -> str | None:
