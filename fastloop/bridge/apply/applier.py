@@ -15,7 +15,7 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
-from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
+from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime

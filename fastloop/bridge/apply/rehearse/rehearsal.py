@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastloop.bridge.apply.optimizer_twins import step_twins
 from fastloop.bridge.apply.read_precision import find_precision
-from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, measure_deviation
-from fastloop.bridge.apply.remembered import Remembered
+from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
+from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, Player, measure_deviation
+from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
