@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
 from tests.bridge.apply.rehearse import test_rehearsal
 from tests.bridge.apply.rehearse.test_rehearsal import Manual, Module, config, fit, read
+from tests.bridge.launch import python
 
 SLOW_S = 0.03
 """What a planted rung sleeps in a step; a step without takes a twentieth of it."""
@@ -345,3 +348,50 @@ def test_the_state_of_a_loss_scaler_lasts() -> None:
     look.site = Found()  # type: ignore[assignment]
     look._switch([], False)
     assert look.site.scaler_state == {"scale": 512.0}
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(240)
+def test_all_ranks_switch_together(tmp_path: Path) -> None:
+    """Two gloo ranks; what one of them finds slower is off on both. The control: nobody suspects anything."""
+    python(Path(__file__).with_name("second_look_ranks.py"), cwd=tmp_path, limit_s=200)
+    told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*-[01].json")}
+    assert len(told) == 6
+    for rank in (0, 1):
+        assert told[f"nobody-{rank}"]["verdicts"]["amp"][0] is True
+        took, why = told[f"rank_1-{rank}"]["verdicts"]["amp"]
+        assert took is False and why.startswith("slower in training: ")
+        for case in ("nobody", "rank_1"):
+            seen, plain = told[f"{case}-{rank}"], told[f"plain-{rank}"]
+            assert (seen["weights"], seen["losses"]) == (plain["weights"], plain["losses"])
+
+
+def test_its_price_is_microseconds_while_it_watches_and_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[bool] = []
+
+    class Watching(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            hooks.append(any(getattr(each, "on_train_batch_start", 1) is None for each in self.trainer.callbacks))
+
+    Planted(monkeypatch)
+    looks: list[SecondLook] = []
+    after = SecondLook.after
+
+    def noting(*args: Any) -> SecondLook | None:
+        looks.extend(filter(None, [after(*args)]))
+        return looks[-1]
+
+    monkeypatch.setattr(SecondLook, "after", noting)
+    monkeypatch.setattr(second_look.judge, "OVER_MS", 1e6)
+    train("amp", batches=20, module=Watching())
+    assert hooks == [False] * 11 + [True] * 9, "Lightning does not even call us any more"
+    look, batch = looks[0], next(iter(test_rehearsal.data()))
+    look._batches = iter(lambda: None, 1)  # type: ignore[assignment]
+    took_s = []
+    for _ in range(500):
+        began = time.perf_counter()
+        look.batch_starts(batch)
+        look.forward_starts()
+        look.backward_ends()
+        took_s.append(time.perf_counter() - began)
+    assert min(took_s) < 50e-6, "on any machine, and whatever else it does"
