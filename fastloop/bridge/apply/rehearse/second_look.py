@@ -26,6 +26,8 @@ SETTLING, WATCHED = 2, 8
 """Batches after the rehearsal that are let go by, and then those that are held against it."""
 BLOCK, ROUNDS = 4, 2
 """Batches without rungs, then as many with them, and how often; one more before each, as a change has its cost."""
+COMPILED = "_compiled_call_impl"
+"""Where torch's modules hold what runs in place of their own call."""
 FEWEST_STEPS_LEFT = 40
 """Optimizer steps for each rung without which there is no second look."""
 ROOM = 1.2
@@ -63,6 +65,8 @@ class SecondLook:
         self._outcomes = {each.rung: each for each in outcomes}
         self._promised = outcomes[-1].rehearsed or Rehearsed()
         self._first_size = _count_elements(first)
+        self._paused: dict[str, list[tuple[Any, Any]]] = {}
+        """Modules and their compiled calls, by the rung that a comparison has them without."""
         self._waits = False
         """For the device, around each forward and backward."""
         self._began, self._size = 0.0, 0
@@ -75,12 +79,13 @@ class SecondLook:
 
     @classmethod
     def after(cls, rehearsal: Rehearsal, outcomes: Sequence[Outcome], hands: Hands, first: Sizes) -> SecondLook | None:
-        """The one that follows a rehearsal; None where nothing was promised that could be held, or could be switched
-        without compiling anew. The same on all ranks."""
+        """The one that follows a rehearsal; None where nothing was promised, or what could not be switched again and
+        again without its one-time cost. The same on all ranks."""
         kept = [each for each in outcomes if each.fault is None and each.on_modules]
         steps = [step for step in rehearsal.steps if step.rung in {each.rung for each in kept}]
         left = rehearsal.terms.steps_left
-        if not kept or any(each.is_costly for each in kept) or not rehearsal.terms.weighs_costs:
+        compiled = any(COMPILED in vars(each) for each in rehearsal.site.module.modules())
+        if not kept or any(each.is_costly and not compiled for each in kept) or not rehearsal.terms.weighs_costs:
             return None
         if left is not None and left < FEWEST_STEPS_LEFT * len(kept):
             return None
@@ -138,6 +143,8 @@ class SecondLook:
             return
         is_found = False
         for step in reversed(self.steps):
+            if not self._is_costly(step) and any(COMPILED in vars(each) for each in self.site.module.modules()):
+                break  # what was compiled was compiled with it
             alone = yield from self._compare([step])
             if alone is not None and alone.is_slower:
                 is_found = True
@@ -165,6 +172,9 @@ class SecondLook:
         off = [step for step in steps if found.is_slower and step.rung in self.terms.by_ladder]
         on = [step.rung for step in steps if step not in off]
         self._switch(off, False)
+        for step in off:
+            if self._paused.pop(step.rung, None) is not None:
+                self.hands.unapply(step)
         beside = f", together with {', '.join(step.rung for step in steps)}" if len(steps) > 1 else ""
         why = f"slower in training{beside}: {found}"
         self.dropped += [replace(self._outcomes[step.rung], fault=why, is_lasting=False) for step in off]
@@ -174,12 +184,22 @@ class SecondLook:
     def _switch(self, steps: Sequence[Step], is_on: bool) -> None:
         if is_on:
             for step in steps:
-                self.hands.apply(step)
-        elif scaler := self.site.strategy.precision_plugin.state_dict():
+                if not self._is_costly(step):
+                    self.hands.apply(step)
+                for module, call in self._paused.pop(step.rung, ()):
+                    vars(module)[COMPILED] = call
+            return
+        if scaler := self.site.strategy.precision_plugin.state_dict():
             self.site.scaler_state = scaler  # for the plugin that will take this one's place
-        if not is_on:
-            for step in reversed(steps):
+        for step in reversed(steps):
+            if not self._is_costly(step):
                 self.hands.unapply(step)
+                continue
+            modules = [each for each in self.site.module.modules() if COMPILED in vars(each)]
+            self._paused[step.rung] = [(each, vars(each).pop(COMPILED)) for each in modules]
+
+    def _is_costly(self, step: Step) -> bool:
+        return self._outcomes[step.rung].is_costly
 
     def _let_pass(self, count: int) -> Batches:
         for _ in range(count):

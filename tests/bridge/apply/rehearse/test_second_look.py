@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.rehearse import second_look
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
+from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge_of_rehearsal
 from fastloop.judge.second_look import Comparison
 from fastloop.records.plan import Action, Applied, Change, Site
@@ -48,7 +49,6 @@ class Planted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: Any = Amp, **probed: Any) -> None:
         self.applied: list[int] = []
         self.removed: list[int] = []
-        self.trainer: Any = None
         self.slow: Callable[[torch.Tensor], float] = lambda x: 0.0
         """Seconds that a call of a real step takes longer."""
         self.broken_after = 100
@@ -289,7 +289,7 @@ def test_no_second_look(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         loop, _, _ = train("amp", batches=16)  # in the midst of it, while the rung is off
         assert read(loop)[0] is True and len(rung.removed) == 1
-    assert began == ([1] if why == "ended" else [])
+    assert began == [1] * (why == "ended")
     assert len(rung.applied) == 1
 
 
@@ -330,6 +330,66 @@ def test_real_rungs_are_switched_in_mid_run(monkeypatch: pytest.MonkeyPatch) -> 
     off = [place for place, dtype in enumerate(module.dtypes) if dtype == torch.float32]
     assert off == [0, *range(11, 16), *range(21, 26)], "the first step; and two blocks of four, with one before each"
     assert seen[0] == pytest.approx(plain[0], rel=0.2, abs=0.1)
+
+
+class Wide(Module):
+    """Whose calls say whether they were compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))  # type: ignore[assignment]
+        object.__setattr__(self.net, "calls", 0)
+        self.compiled: list[bool] = []
+        self.dtypes: list[torch.dtype] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.compiled.append("_compiled_call_impl" in vars(self.net))
+        out = self.net(batch[0])
+        self.dtypes.append(out.dtype)
+        return torch.nn.functional.mse_loss(out, batch[1])
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_what_is_compiled_is_switched_without_compiling_anew(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control undoes the rung and applies it again, as other rungs."""
+    monkeypatch.setattr(second_look.judge, "is_suspicious", lambda *_: True)
+    monkeypatch.setattr(second_look.judge, "MARGIN_MS", 1e6)
+    graphs: list[int] = []
+    switch = SecondLook._switch
+
+    def noting(self: SecondLook, *args: Any) -> None:
+        graphs.append(dynamo_graphs.count_captured())
+        switch(self, *args)
+
+    monkeypatch.setattr(SecondLook, "_switch", noting)
+    if not paused:
+        monkeypatch.setattr(SecondLook, "_is_costly", lambda *_: False)
+    loop, module, _ = train("amp", "compile", module=Wide())
+    assert {each.rung: each.took for each in loop.verdicts} == {"amp": True, "compile": True}
+    off = [0, *range(11, 16), *range(21, 26)]
+    assert [place for place, compiled in enumerate(module.compiled) if not compiled] == off
+    assert [place for place, dtype in enumerate(module.dtypes) if dtype == torch.float32] == off
+    assert (len({*graphs, dynamo_graphs.count_captured()}) == 1) is paused
+
+
+@pytest.mark.parametrize("compile_costs", [True, False])
+def test_what_is_compiled_goes_alone_or_with_all_it_was_compiled_with(
+    compile_costs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Comparison(with_ms=9, without_ms=3, low_ms=5, high_ms=7, n=8)
+    fair = Comparison(with_ms=3, without_ms=3, low_ms=-1, high_ms=1, n=8)
+    monkeypatch.setattr(second_look.judge, "is_suspicious", lambda *_: True)
+    answers = iter([slow, slow, fair] if compile_costs else [slow, fair])
+    monkeypatch.setattr(second_look.judge, "compare", lambda *_: next(answers))
+    monkeypatch.setattr(test_rehearsal.rehearsal.Remembered, "find_first_call_s", lambda *_: 0.0)
+    loop, module, _ = train("amp", "compile", by_ladder=("amp", "compile"), module=Wide(), batches=90)
+    if compile_costs:
+        assert read(loop, "compile") == (False, f"slower in training: {slow}") and read(loop, "amp")[0] is True
+    else:
+        why = f"slower in training, together with amp, compile: {slow}"
+        assert read(loop, "compile") == read(loop, "amp") == (False, why)
+    assert not module.compiled[-1] and not next(answers, None)
+    assert (module.dtypes[-1] == torch.bfloat16) is compile_costs
 
 
 def test_the_state_of_a_loss_scaler_lasts() -> None:
