@@ -17,7 +17,7 @@ from fastloop.bridge.apply.rehearse import second_look
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge_of_rehearsal
-from fastloop.judge.second_look import Comparison
+from fastloop.judge.second_look import Comparison, Timed
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.report.run import summary
 from fastloop.rungs.amp import Amp
@@ -455,3 +455,20 @@ def test_its_price_is_microseconds_while_it_watches_and_nothing_later(monkeypatc
         look.backward_ends()
         took_s.append(time.perf_counter() - began)
     assert min(took_s) < 50e-6, "on any machine, and whatever else it does"
+
+
+@pytest.mark.parametrize(
+    ("peak", "largest", "room"), [(60, 100, True), (70, 100, False), (40, 200, False), (30, 200, True)]
+)
+def test_batches_without_a_rung_must_fit(peak: int, largest: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 are there, 50 of them reserved by torch; the first batch had 100 elements."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+
+    class Found:
+        device = torch.device("cuda")
+
+    look = SecondLook.__new__(SecondLook)
+    look.site, look._first_size = Found(), 100  # type: ignore[assignment]
+    assert look._has_room([Timed(10.0, 50), Timed(10.0, largest)]) is room
