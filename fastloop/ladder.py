@@ -18,6 +18,7 @@ from fastloop.records.plan import Change, Plan, Step, Verdict
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.batch import Batch
 from fastloop.rungs.compile import Compile
+from fastloop.rungs.dali import Dali
 from fastloop.rungs.fused import Fused
 from fastloop.rungs.layout import Layout
 from fastloop.rungs.overlap import Overlap
@@ -43,9 +44,10 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("dali", "nodes", "cache", "attention", "loss", "host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("nodes", "cache", "attention", "loss", "host", "gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
+    dali: Dali = Dali()
     workers: Workers = Workers()
     pin: Pin = Pin()
     prefetch: Prefetch = Prefetch()

@@ -92,6 +92,8 @@ class TrainLoaders:
         changed = clone(loader, settings) if settings else loader
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
+            if hasattr(engine, "wants_channels_last"):
+                engine.wants_channels_last = self.staging.wants_channels_last
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):

@@ -71,7 +71,6 @@ class DaliLoader:
         loader: a DataLoader over image files, or over accumulation windows of them.
         batch_size: the most samples that the user's batch sampler puts into a batch.
         keeps: DALI's threads stay between epochs.
-        deviation: of DALI's pictures from the dataset's own, for the evidence.
     """
 
     def __init__(
@@ -82,14 +81,13 @@ class DaliLoader:
         *,
         batch_size: int,
         keeps: bool = True,
-        deviation: Deviation | None = None,
     ) -> None:
         self._batches, self._steps, self._machine, self._keeps = loader.batch_sampler, steps, machine, keeps
         self._dataset, self._parts = loader.dataset, False
         if type(self._dataset) is WindowDataset:
             self._dataset, self._parts = self._dataset.inner, not self._dataset.concatenates
         self._batch_size = batch_size * (self._batches.window if isinstance(self._batches, WindowSampler) else 1)
-        self._source, self._deviation = read_source(self._dataset), deviation
+        self._source = read_source(self._dataset)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
         self._pipeline: Any = None
         self._indices: Iterator[Any] = iter(())
@@ -107,17 +105,13 @@ class DaliLoader:
         self._why_plain: str | None = None
 
     def evidence(self) -> Mapping[str, Any]:
-        """What was loaded so far, and how close the pictures are."""
-        found, machine = self._deviation, self._machine
+        """What was loaded so far, and by whom."""
         return {
             "images": self.images,
             "plain_batches": self.plain_batches,
             "why_plain": self._why_plain,
-            "decode": machine.decode,
-            "threads": machine.threads,
-            "checked_samples": None if found is None else found.samples,
-            "mean_levels": None if found is None else found.mean,
-            "largest_levels": None if found is None else found.largest,
+            "decode": self._machine.decode,
+            "threads": self._machine.threads,
         }
 
     def close(self) -> None:
@@ -174,7 +168,7 @@ class DaliLoader:
             return None
         stream = {} if self._device.type == "cpu" else {"cuda_stream": torch.cuda.current_stream(self._device)}
         (found,) = self._pipeline.outputs(**stream)
-        pictures = torch.from_dlpack(found.as_tensor())
+        pictures = torch.utils.dlpack.from_dlpack(found.as_tensor())
         try:
             self._pipeline.schedule_run()
         except RuntimeError as error:  # about a batch that is still to come
@@ -241,9 +235,9 @@ class DaliLoader:
             pictures = pictures.permute(0, 3, 1, 2)
             if not self.wants_channels_last():
                 pictures = pictures.contiguous()
-        sizes = getattr(asked.indices, "sizes", ())
+        sizes = list(getattr(asked.indices, "sizes", ()))
         if self._parts and len(sizes) > 1:
-            parts = zip(pictures.split(sizes), asked.labels.split(sizes), strict=True)
+            parts = zip(torch.split(pictures, sizes), torch.split(asked.labels, sizes), strict=True)
             return Window([image, label] for image, label in parts)
         return [pictures, asked.labels]
 
