@@ -91,6 +91,8 @@ class DaliLoader:
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
         self._pipeline: Any = None
         self._indices: Iterator[Any] = iter(())
+        self._ready: deque[_Asked] = deque()
+        """Batches that DALI is about to get."""
         self._under_way: deque[_Asked] = deque()
         """Batches that DALI is making, in their order."""
         self._again: deque[_Asked] = deque()
@@ -129,51 +131,56 @@ class DaliLoader:
             FastLoopError: a file cannot be read, with its name.
         """
         self._indices, self._failed, failures = iter(self._batches), None, 0
-        self._under_way.clear()
-        self._again.clear()
         try:
             while failures < MOST_FAILURES:
-                try:
-                    pictures = self._take(seed)
-                except RuntimeError as error:
-                    let_through(error)
+                pictures, why = self._take(seed)
+                if why is not None:
                     failures += 1
-                    yield self._make_plainly(self._give_up_batch(), describe(error))
-                    continue
-                if pictures is None:
+                    asked = self._give_up_batch()
+                elif pictures is None:
                     break
-                failures, asked = 0, self._under_way.popleft()
-                self.images += len(asked.paths)
-                yield self._hand_out(pictures, asked)
-            while (asked_for := self._ask()) is not None:  # only where DALI failed time and again
-                yield self._make_plainly(asked_for, f"{MOST_FAILURES} batches in a row")
+                else:
+                    failures, asked = 0, self._under_way.popleft()
+                    self.images += len(asked.paths)
+                    yield self._hand_out(pictures, asked)
+                    continue
+                if asked is not None:
+                    yield self._make_plainly(asked, why)
+            while (asked := self._ask()) is not None:  # only where DALI failed time and again
+                yield self._make_plainly(asked, f"{MOST_FAILURES} batches in a row")
             if self._failed is not None:
                 raise self._failed
         finally:
             self._settle()
 
-    def _take(self, seed: int) -> torch.Tensor | None:
-        """The pictures of the batch that is due; None where there is none.
-
-        Raises:
-            RuntimeError: DALI failed on it.
-        """
-        if self._broken is not None:
-            raise self._broken
-        if self._pipeline is None:
-            self._pipeline = self._start(seed)
-        if not self._under_way:
-            self._pipeline.schedule_run()  # as many as are made ahead
-        if self._pipeline.empty():
-            return None
-        stream = {} if self._device.type == "cpu" else {"cuda_stream": torch.cuda.current_stream(self._device)}
-        (found,) = self._pipeline.outputs(**stream)
-        pictures = torch.utils.dlpack.from_dlpack(found.as_tensor())
+    def _take(self, seed: int) -> tuple[torch.Tensor | None, str | None]:
+        """The pictures of the batch that is due, None where there is none; and why DALI could not make them."""
         try:
-            self._pipeline.schedule_run()
+            if self._broken is not None:
+                raise self._broken
+            if self._pipeline is None:
+                self._pipeline = self._start(seed)
+            if not self._under_way:
+                self._schedule(self._machine.ahead)
+            if self._pipeline.empty():
+                return None, None
+            stream = {} if self._device.type == "cpu" else {"cuda_stream": torch.cuda.current_stream(self._device)}
+            (found,) = self._pipeline.outputs(**stream)
+            pictures = torch.utils.dlpack.from_dlpack(found.as_tensor())
+        except RuntimeError as error:
+            let_through(error)
+            return None, describe(error)
+        try:
+            self._schedule(1)
         except RuntimeError as error:  # about a batch that is still to come
             self._broken = error
-        return pictures
+        return pictures, None
+
+    def _schedule(self, batches: int) -> None:
+        """Let DALI make the next batches. They are asked for here: what the user's code raises goes by DALI."""
+        while len(self._ready) < batches and (asked := self._ask()) is not None:
+            self._ready.append(asked)
+        self._pipeline.schedule_run()  # the first of an epoch takes as many as are made ahead
 
     def _start(self, seed: int) -> Any:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -185,9 +192,9 @@ class DaliLoader:
 
     def _feed(self) -> list[Any]:
         """DALI asks for the paths of the next batch."""
-        asked = self._ask()
-        if asked is None:
+        if not self._ready:
             raise StopIteration
+        asked = self._ready.popleft()
         self._under_way.append(asked)
         return [encode(path) for path in asked.paths]
 
@@ -213,20 +220,19 @@ class DaliLoader:
 
     def _settle(self) -> None:
         """An epoch is over, or was left early: let DALI finish what it was asked for, and forget it."""
-        self._indices, self._broken = iter(()), None
-        self._again.clear()
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is None or not self._keeps:
-            return
-        try:
-            while not pipeline.empty():
-                pipeline.outputs()
-            pipeline.schedule_run()  # sees the end
-            pipeline.reset()
-        except RuntimeError:  # it is started anew
-            return
+        pipeline, self._pipeline, self._broken = self._pipeline, None, None
+        for queue in (self._ready, self._again):
+            queue.clear()
+        if pipeline is not None and self._keeps:
+            try:
+                while not pipeline.empty():
+                    pipeline.outputs()
+                pipeline.schedule_run()  # sees that there is no more
+                pipeline.reset()
+                self._pipeline = pipeline
+            except RuntimeError as error:  # it is started anew
+                let_through(error)
         self._under_way.clear()
-        self._pipeline = pipeline
 
     # -- a batch --------------------------------------------------------------------------------------------------
 
@@ -241,13 +247,13 @@ class DaliLoader:
             return Window([image, label] for image, label in parts)
         return [pictures, asked.labels]
 
-    def _give_up_batch(self) -> _Asked:
+    def _give_up_batch(self) -> _Asked | None:
         """The batch that DALI failed on; those behind it are asked for again, of another pipeline."""
         self._pipeline = self._broken = None
-        failed = self._under_way.popleft()
-        self._again.extend(self._under_way)
+        self._again = deque([*self._under_way, *self._ready, *self._again])
         self._under_way.clear()
-        return failed
+        self._ready.clear()
+        return self._ask()
 
     def _make_plainly(self, asked: _Asked, why: str) -> Any:
         """A batch from the dataset itself, as without DALI.

@@ -28,7 +28,7 @@ _DRAWN: dict[type, dict[str, tuple[str, int]]] = {
     RandomResizedCrop: {"start": ("INT32", 1), "shape": ("INT32", 1)},
     RandomCrop: {"start": ("INT32", 1)},
     RandomHorizontalFlip: {"flip": ("INT32", 0)},
-    ColorJitter: {name: ("FLOAT", 0) for name in ("brightness", "contrast", "saturation")},
+    ColorJitter: dict.fromkeys(("brightness", "contrast", "saturation"), ("FLOAT", 0)),
 }
 """What a random step draws, each with its type and dimensions."""
 _GEOMETRY = (Resize, CenterCrop, RandomResizedCrop, RandomCrop)
