@@ -27,7 +27,7 @@ from fastloop.records.images import (
     ToTensor,
 )
 
-DRAWS = 1200
+DRAWS = 600
 WIDE, HIGH = 240, 160
 
 
