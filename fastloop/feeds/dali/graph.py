@@ -129,7 +129,7 @@ class _Graph:
         _, self.fn, self.types = load_dali()
         self._math: Any = importlib.import_module("nvidia.dali.math")
         self.machine, self.pinned, self.places = machine, pinned, iter(range(len(steps)))
-        given = {} if source is None else {"source": source, "batch": True}
+        given = {} if source is None else {"source": source}
         paths = self.fn.external_source(name="paths", ndim=1, dtype=self.types.UINT8, **given)
         todo = list(steps)
         self.mirror: Any = 0
