@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.feeds.dali.pictures import DaliEngine, Where, find_obstacle
+from fastloop.feeds.dali.pictures import AHEAD, DaliEngine, Where, find_obstacle
 from fastloop.records.card import Card
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import RANDOM, ImageFacts
@@ -35,6 +35,7 @@ CARD = Card(
     evidence={"images": 0},
     answers={"data_wait": 2},
     applies=lambda seen: loader(seen).get("decode_ms") is not None,
+    batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,
     loads_elsewhere=True,
 )
@@ -47,7 +48,7 @@ class Dali:
 
     ImageFolder, DatasetFolder with torchvision's image loader, Subset and ConcatDataset of them, or a dataset that says
     ``image_path_and_label(index)``; with torchvision's RandomResizedCrop, Resize, CenterCrop, RandomCrop,
-    RandomHorizontalFlip, ColorJitter without hue, ToTensor (ToImage, ToDtype) and Normalize. Before the first step
+    RandomHorizontalFlip, ColorJitter, ToTensor (ToImage, ToDtype) and Normalize. Before the first step
     real samples are made by both, with the same crops and flips; where they differ by more than rounding it is off.
     """
 

@@ -336,7 +336,7 @@ class Applier:
         loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
-        if (why := self._find_engine_fault(changed, loaders.find_original(loader))) is not None:
+        if (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
             self._give_up("loader.engine", why)
             changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
@@ -350,19 +350,6 @@ class Applier:
         if self.micro is not None:
             self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
         return result
-
-    def _find_engine_fault(self, planned: Plan, loader: Any) -> str | None:
-        """Let what is to load in a loader's place try it first; why it cannot, where it cannot."""
-        engine, rung = planned.wants.get("loader.engine"), planned.owner("loader.engine")
-        if rung is None or engine is None or not hasattr(engine, "check"):
-            return None
-        try:
-            found = engine.check(loader, self.say)
-        except Exception as error:
-            let_through(error)
-            return _describe(error)
-        self._probes.append((rung, lambda: found))
-        return None
 
     def _give_up(self, key: str, reason: str) -> None:
         """A setting that was planned for one train loader cannot apply to all of them."""

@@ -83,6 +83,8 @@ class DaliLoader:
         keeps: bool = True,
     ) -> None:
         self._batches, self._steps, self._machine, self._keeps = loader.batch_sampler, steps, machine, keeps
+        self.ahead = machine.ahead
+        """Batches that can lie ready."""
         self._dataset, self._parts = loader.dataset, False
         if type(self._dataset) is WindowDataset:
             self._dataset, self._parts = self._dataset.inner, not self._dataset.concatenates

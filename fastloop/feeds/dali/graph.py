@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fastloop.feeds.dali.pictures import AHEAD
 from fastloop.records.images import (
     RANDOM,
     CenterCrop,
@@ -28,7 +29,7 @@ _DRAWN: dict[type, dict[str, tuple[str, int]]] = {
     RandomResizedCrop: {"start": ("INT32", 1), "shape": ("INT32", 1)},
     RandomCrop: {"start": ("INT32", 1)},
     RandomHorizontalFlip: {"flip": ("INT32", 0)},
-    ColorJitter: dict.fromkeys(("brightness", "contrast", "saturation"), ("FLOAT", 0)),
+    ColorJitter: dict.fromkeys(("brightness", "contrast", "saturation", "hue"), ("FLOAT", 0)),
 }
 """What a random step draws, each with its type and dimensions."""
 _GEOMETRY = (Resize, CenterCrop, RandomResizedCrop, RandomCrop)
@@ -58,8 +59,7 @@ class Machine:
     """cpu or mixed: the GPU decodes, with the threads' help."""
     resize: str = "cpu"
     """cpu or device: where pictures that the CPU decoded are resized."""
-    ahead: int = 3
-    """Batches made ahead."""
+    ahead: int = AHEAD
 
     @property
     def layout(self) -> str:
@@ -268,13 +268,12 @@ class _Graph:
     def _jitter(self, step: ColorJitter) -> None:
         """Each factor as torchvision applies it; always in this order, where torchvision draws one."""
         pins = self._take_pins(step) if self.pinned else {}
-        for what in ("brightness", "contrast", "saturation"):
-            bounds = getattr(step, what)
-            if bounds is None:
-                continue
-            factor = pins[what] if self.pinned else self.fn.random.uniform(range=list(bounds))
+        for what in _list_drawn(step):
+            factor = pins[what] if self.pinned else self.fn.random.uniform(range=list(getattr(step, what)))
             image = self.image
-            if what == "brightness":
+            if what == "hue":
+                changed = self._turn_hue(image, factor)
+            elif what == "brightness":
                 changed = image * factor
             else:
                 gray = self.fn.color_space_conversion(image, image_type=self.types.RGB, output_type=self.types.GRAY)
@@ -282,6 +281,37 @@ class _Graph:
                 changed = image * factor + other * (1.0 - factor)
             whole = self._math.floor(changed)  # PIL and torchvision cut off what is behind the point
             self.image = self.fn.reinterpret(self.fn.cast(whole, dtype=self.types.UINT8), layout="HWC")
+
+    def _turn_hue(self, image: Any, turns: Any) -> Any:
+        """There and back through PIL's HSV, whose members are bytes; DALI's own hue turns in YIQ.
+
+        Source: Pillow, src/libImaging/Convert.c, rgb2hsv_row and hsv2rgb_row.
+        """
+        math = self._math
+        red, green, blue = (self.fn.cast(image[:, :, at : at + 1], dtype=self.types.FLOAT) for at in range(3))
+        value = math.max(red, math.max(green, blue))
+        chroma = value - math.min(red, math.min(green, blue))
+        safe = chroma + (chroma == 0)
+        is_red = value == red
+        is_green = (value == green) * (1 - is_red)
+        sixths = (
+            is_red * (green - blue)
+            + is_green * (blue - red + 2.0 * safe)
+            + (1 - is_red) * (1 - is_green) * (red - green + 4.0 * safe)
+        ) / safe
+        around = sixths / 6.0 + 1.0
+        hue = math.floor((around - math.floor(around)) * 255.0) * (chroma > 0)
+        saturation = math.floor(chroma * 255.0 / (value + (value == 0))) / 255.0
+        steps = turns * 255.0
+        turned = hue + math.floor(math.abs(steps)) * ((steps >= 0) * 2.0 - 1.0)
+        place = (turned - 256.0 * math.floor(turned / 256.0)) * 6.0 / 255.0
+        channels = []
+        for first in (5.0, 3.0, 1.0):
+            at = place + first
+            at = at - 6.0 * math.floor(at / 6.0)
+            share = math.max(math.min(math.min(at, 4.0 - at), 1.0), 0.0)
+            channels.append(math.floor(value * (1.0 - saturation * share) + 0.5))
+        return self.fn.cat(*channels, axis=2)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

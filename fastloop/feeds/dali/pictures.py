@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from fastloop.records.images import (
     CenterCrop,
-    ColorJitter,
     ImageFacts,
     ImageStep,
     Normalize,
@@ -22,6 +21,8 @@ from fastloop.records.images import (
     ToTensor,
 )
 
+AHEAD = 3
+"""Batches made ahead: two that are being made, and one that lies ready while files of other sizes take longer."""
 Where = Literal["cpu", "mixed"]
 """Who decodes: the CPU, or the GPU with the CPU's help."""
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
@@ -64,8 +65,6 @@ def _explain_step(step: ImageStep) -> str | None:
         return f"{name} with interpolation={kind}: DALI has no such filter"
     if isinstance(step, Resize) and step.max_size is not None:
         return f"{name} with max_size={step.max_size}"
-    if isinstance(step, ColorJitter) and step.hue is not None:
-        return f"{name} with hue={step.hue}: DALI turns hues in another color space"
     return None
 
 

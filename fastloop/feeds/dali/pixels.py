@@ -33,7 +33,7 @@ BIAS_LEVELS, GAIN = 1.0, 0.02
 """Bounds for a color channel as a whole: its mean, and how much stronger or weaker its contrast may be. The CPU comes
 out at 0.06 levels and 0.0004; another order of the colors, or a wrong mean or deviation, at many times the bounds."""
 _TRIES = 400
-"""Seeds looked at for one that draws ColorJitter's parts in DALI's order, which one of 6 does."""
+"""Seeds looked at for one that draws ColorJitter's parts in DALI's order, which one of 24 does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,8 @@ def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
             used = [place for place in order.tolist() if factors[place] is not None]
             if used != sorted(used):
                 return None
-            names = ("brightness", "contrast", "saturation")
-            drawn.append({name: np.float32(factor or 1.0) for name, factor in zip(names, factors, strict=False)})
+            names = ("brightness", "contrast", "saturation", "hue")
+            drawn.append({name: np.float32(factor or 0.0) for name, factor in zip(names, factors, strict=True)})
     return drawn
 
 

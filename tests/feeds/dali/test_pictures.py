@@ -43,10 +43,6 @@ NORM = Normalize(mean=(0.5,), std=(0.5,))
             "RandomResizedCrop with interpolation=hamming: DALI has no such filter",
         ),
         ((Resize(size=9, max_size=12), CROP, *END), "Resize with max_size=12"),
-        (
-            (CROP, ColorJitter(hue=(-0.1, 0.1)), *END),
-            "ColorJitter with hue=(-0.1, 0.1): DALI turns hues in another color space",
-        ),
     ],
 )
 def test_steps(steps: tuple[Any, ...], reason: str | None) -> None:

@@ -47,6 +47,9 @@ CHAINS: dict[str, list[Any]] = {
     "nearest": [T.RandomResizedCrop(32, interpolation=KINDS.NEAREST), T.ToTensor()],
     "brightness": [T.RandomResizedCrop(32), T.ColorJitter(brightness=0.4), T.ToTensor()],
     "colors": [T.RandomResizedCrop(32), T.ColorJitter(0.4, 0.4, 0.4), T.RandomHorizontalFlip(), T.ToTensor()],
+    "hue": [T.Resize((60, 60)), T.ColorJitter(hue=0.5), T.ToTensor()],
+    "all colors": [T.RandomResizedCrop(32), T.ColorJitter(0.4, 0.4, 0.4, 0.1), T.ToTensor()],
+    "hue of tensors": [v2.ToImage(), v2.Resize((60, 60)), v2.ColorJitter(hue=0.3), FLOAT[1]],
     "colors, v2": [v2.RandomResizedCrop(32), v2.ColorJitter(0.4, 0.4, 0.4), *FLOAT],
 }
 
@@ -66,8 +69,10 @@ def check(dataset: Any, change: Any = lambda steps: steps) -> Any:
 def test_chains_of_transforms(folder: Path, chain: str) -> None:
     """A third of a level on average, which is rounding; a crop that is one pixel off makes several levels."""
     found = check(read_folder(folder, *CHAINS[chain]))
-    assert found.samples == 10 and found.mean < 0.35
-    assert all(abs(bias) < 0.2 for bias in found.bias) and all(abs(gain - 1) < 0.005 for gain in found.gain)
+    more = 3 if chain == "hue of tensors" else 1  # DALI turns hues as PIL does, in bytes
+    assert found.samples == 10 and found.mean < 0.35 * more
+    assert all(abs(bias) < 0.2 * more for bias in found.bias)
+    assert all(abs(gain - 1) < 0.005 * more for gain in found.gain)
 
 
 def test_real_photographs(shared_data: Path, tmp_path: Path) -> None:
