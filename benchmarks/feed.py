@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.config.loading import load
 from fastloop.evidence import machine
-from fastloop.feeds.dali.pictures import DaliEngine
+from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images.reading import read_source
 

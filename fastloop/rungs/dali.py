@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.feeds.dali.pictures import AHEAD, DaliEngine, Where, find_obstacle
+from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle
+from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.card import Card
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import RANDOM, ImageFacts

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
-from fastloop.feeds.dali.pictures import DaliEngine
+from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import ImageFacts, Normalize, RandomResizedCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
