@@ -56,6 +56,8 @@ class LoaderFacts:
     """What happens to each file of a dataset of images; or why it is none."""
     engine: str | None = None
     """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""
+    on_device: bool = False
+    """Its batches come on the device already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,10 @@ class Facts:
     compute_capability: tuple[int, int] | None = None
     compiler: str | None = None
     """Path of the C++ compiler Inductor would call; None where there is none."""
+    has_dali: bool = False
+    """NVIDIA DALI is installed."""
+    cuda_version: str | None = None
+    """That torch was built for; None: for none."""
     # the run
     world_size: int = 1
     strategy: str = "SingleDeviceStrategy"

@@ -19,6 +19,7 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
 from fastloop.feeds.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
@@ -39,6 +40,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         device=device.type,
         **_read_device(device),
         compiler=machine.cxx_compiler(os.environ),
+        has_dali=pictures.is_installed(),
+        cuda_version=torch.version.cuda,
         world_size=trainer.world_size,
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
