@@ -243,8 +243,7 @@ def test_undo(fails: bool, tmp_path: Path) -> None:
 
 CRASH = """
     import sys, time
-    from itertools import chain
-from pathlib import Path
+    from pathlib import Path
     from fastloop.feeds.cache import places
     from tests.rungs.test_cache import CACHE, Pictures, loader
     from tests.runs import run
