@@ -311,6 +311,7 @@ class FastLoop(Callback):
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._collect_evidence(trainer)
+        evidence["loader"] = {**evidence["loader"], **loader_state.measure_decode(trainer)}
         if self._applier is not None:
             self._applier.end_rehearsal()
             self.plan = self._applier.plan
