@@ -110,7 +110,7 @@ def explain_no_bytes(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"{facts.transfer_hooks[0]} of yours is to see the loader's own batches"
     if isinstance(loader.images, str):
         return loader.images
-    if loader.engine is not None:
+    if loader.engine is not None and "thread" not in loader.engine:  # threads ask the dataset, as a DataLoader does
         return f"{loader.engine} makes the batches"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates:
         return "code of yours makes the batches of samples, and may need floats"

@@ -38,15 +38,19 @@ class AsBytes:
 
     def wrap(self, dataset: Any) -> ByteDataset:
         """A copy of the dataset that hands out bytes; the user's objects stay as they are."""
-        transforms = read_source(dataset).transforms
-        first = find_tail(transforms)
-        head = Head(tuple(each.call for each in transforms[:first]))
-        return ByteDataset(replace_transform(dataset, head), ToFloats([each for each in transforms if _is_color(each)]))
+        transforms = read_source(find_user_dataset(dataset)).transforms
+        left = ToFloats([each for each in transforms if _is_color(each)])
+        return ByteDataset(replace_transform(dataset, make_bytes(transforms)), left)
 
 
-def find_tail(transforms: Sequence[Transform]) -> int:
-    """Index of the first transform that makes floats."""
-    return next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
+def make_bytes(transforms: Sequence[Transform]) -> Any:
+    """One transform for all that come before the images are floats, and make uint8 [C, H, W] of them."""
+    from torchvision.transforms import Compose, PILToTensor
+
+    first = next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
+    head = [each.call for each in transforms[:first]]
+    are_tensors = any(isinstance(step, ToTensor) for each in transforms[:first] for step in each.steps)
+    return Compose(head if are_tensors else [*head, PILToTensor()])
 
 
 def _is_color(transform: Transform) -> bool:
@@ -54,40 +58,26 @@ def _is_color(transform: Transform) -> bool:
     return any(isinstance(step, (ToTensor, ToFloat, Normalize)) for step in transform.steps)
 
 
-class Head:
-    """The transforms up to the one that makes floats, and then bytes [C, H, W]."""
-
-    def __init__(self, calls: tuple[Callable[[Any], Any], ...]) -> None:
-        self.calls = calls
-
-    def __call__(self, image: Any) -> torch.Tensor:
-        for call in self.calls:
-            image = call(image)
-        return read_bytes(image)
-
-
-def read_bytes(image: Any) -> torch.Tensor:
-    """A PIL image or a uint8 tensor [C, H, W] as a plain tensor of bytes [C, H, W]."""
-    if isinstance(image, torch.Tensor):
-        plain = image.as_subclass(torch.Tensor)
-    else:
-        pixels = np.array(image)  # [H, W, C]
-        plain = torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1).contiguous()
-    if plain.dtype != torch.uint8:
-        raise TypeError(f"a picture of {plain.dtype}, not of bytes")
-    return plain
-
-
 def replace_transform(dataset: Any, transform: Callable[[Any], Any]) -> Any:
-    """A copy of a dataset that `read_source` reads, with another transform."""
+    """A copy of a dataset that `read_source` reads, or of what stands in for one, with another transform."""
+    if type(dataset) is not (kind := dataset.__class__):
+        make, (inner, *others) = dataset.__reduce__()
+        return make(replace_transform(inner, transform), *others)
     twin = copy.copy(dataset)
-    if type(dataset) is Subset:
+    if kind is Subset:
         twin.dataset = replace_transform(dataset.dataset, transform)
-    elif type(dataset) is ConcatDataset:
+    elif kind is ConcatDataset:
         twin.datasets = [replace_transform(part, transform) for part in dataset.datasets]
     else:
         twin.transform = transform
     return twin
+
+
+def find_user_dataset(dataset: Any) -> Any:
+    """What a dataset stands in for."""
+    while type(dataset) is not dataset.__class__:
+        dataset = dataset.inner
+    return dataset
 
 
 class ByteDataset(StandInDataset):

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.images.byte_batches import AsBytes, ByteSample
+from fastloop.feeds.stand_in_dataset import StandInDataset
 from tests.pictures import MEAN, STD, draw_folder
 
 torchvision = pytest.importorskip("torchvision")
@@ -82,6 +83,26 @@ def test_subsets_and_parts(folder: Path) -> None:
         images, labels = ours.finish(fast)
         assert torch.equal(images, plain[0]) and torch.equal(labels, plain[1])
     assert own.datasets[0].dataset is whole and whole[0][0].dtype == torch.float32
+
+
+class Asked(StandInDataset):
+    """Stands in for a dataset, and remembers what it was asked for."""
+
+    _OWN = ("inner", "asked")
+
+    def __init__(self, inner: Any, asked: list[int]) -> None:
+        self.inner, self.asked = inner, asked
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.inner[index]
+
+
+def test_what_stands_in_for_the_dataset_still_does(folder: Path) -> None:
+    own = Asked(datasets.ImageFolder(folder, v1.Compose([v1.CenterCrop(20), v1.ToTensor()])), [])
+    ours = AsBytes().wrap(own)
+    assert torch.equal(ours.finish(load(ours)[0])[0], load(own.inner)[0][0])
+    assert sorted(own.asked) == list(range(12)) and type(ours.inner) is Asked and own[0][0].dtype == torch.float32
 
 
 class Listed(Dataset[Any]):
