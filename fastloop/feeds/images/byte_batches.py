@@ -39,21 +39,21 @@ class AsBytes:
     def wrap(self, dataset: Any) -> ByteDataset:
         """A copy of the dataset that hands out bytes; the user's objects stay as they are."""
         transforms = read_source(find_user_dataset(dataset)).transforms
-        left = ToFloats([each for each in transforms if _is_color(each)])
-        return ByteDataset(replace_transform(dataset, make_bytes(transforms)), left)
+        left = ToFloats([each for each in transforms if is_color(each)])
+        first = next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
+        return ByteDataset(replace_transform(dataset, make_bytes(transforms[:first])), left)
 
 
 def make_bytes(transforms: Sequence[Transform]) -> Any:
-    """One transform for all that come before the images are floats, and make uint8 [C, H, W] of them."""
+    """One transform for all of these, which come before images are floats, that makes uint8 [C, H, W] of them."""
     from torchvision.transforms import Compose, PILToTensor
 
-    first = next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
-    head = [each.call for each in transforms[:first]]
-    are_tensors = any(isinstance(step, ToTensor) for each in transforms[:first] for step in each.steps)
-    return Compose(head if are_tensors else [*head, PILToTensor()])
+    calls = [each.call for each in transforms]
+    are_tensors = any(isinstance(step, ToTensor) for each in transforms for step in each.steps)
+    return Compose(calls if are_tensors else [*calls, PILToTensor()])
 
 
-def _is_color(transform: Transform) -> bool:
+def is_color(transform: Transform) -> bool:
     """Takes a part in making floats of an image, and none in where its pixels are."""
     return any(isinstance(step, (ToTensor, ToFloat, Normalize)) for step in transform.steps)
 
