@@ -12,8 +12,8 @@ from fastloop.feeds.device_store.draws import Drawing, draw, draw_words
 from fastloop.records.images import RandomCrop, RandomHorizontalFlip
 
 pytest.importorskip("torchvision")
-from torchvision.transforms import transforms as v1  # noqa: E402
-from torchvision.transforms import v2  # noqa: E402
+from torchvision.transforms import transforms as v1
+from torchvision.transforms import v2
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 256])

@@ -16,9 +16,9 @@ from fastloop.feeds.device_store.engine import DeviceEngine, make_engine
 from tests.pictures import MEAN, STD, draw_folder
 
 pytest.importorskip("torchvision")
-from torchvision import datasets  # noqa: E402
-from torchvision.transforms import transforms as v1  # noqa: E402
-from torchvision.transforms import v2  # noqa: E402
+from torchvision import datasets
+from torchvision.transforms import transforms as v1
+from torchvision.transforms import v2
 
 CPU = torch.device("cpu")
 V1_FLOATS = [v1.ToTensor(), v1.Normalize(MEAN, STD)]
