@@ -17,7 +17,7 @@ def measure_decode(trainer: Any) -> dict[str, Any]:
     """What decoding one of the train loader's image files takes; reads a few of them, after the training."""
     for loader in find_loaders(trainer):
         dataset: Any = getattr(loader, "dataset", None)
-        while type(dataset).__module__.startswith("fastloop."):  # ours stand in for the user's
+        while type(dataset).__module__.startswith("fastloop.feeds."):  # ours stand in for the user's
             dataset = dataset.inner
         if (found := measure_decode_ms(dataset)) is not None:
             return {"decode_ms": found}
