@@ -18,6 +18,8 @@ CHUNK_BYTES = 64 * 2**20
 """Moved to the device at once."""
 LOOKED_AT = 64
 """Pictures after which the size of all is told."""
+TOGETHER = 16
+"""Pictures that are decoded and handed over at a time."""
 FEW = 512
 """Pictures that are not worth starting processes for."""
 QUIET_S = 2.0
@@ -88,57 +90,58 @@ def fill(
     Raises:
         NotApplicable: the pictures take more than `most_bytes`, or samples are none that can be kept.
     """
-    began = time.monotonic()
-    first: dict[str, int] = {}
-    """The first sample of each picture."""
-    slots, labels = np.empty(source.count, dtype=np.int64), []
-    for sample in range(source.count):
-        path, label = source.locate(sample)
-        labels.append(label)
-        first.setdefault(path, sample)
-        slots[sample] = first[path]
-    order = np.fromiter(first.values(), dtype=np.int64)
-    slots = np.searchsorted(order, slots)  # samples were numbered in their order
-    collated = default_collate(labels)
-    if not isinstance(collated, torch.Tensor):
-        raise NotApplicable(f"labels that collate to a {type(collated).__name__} cannot be kept on the device")
-    chunks, sizes, kept_bytes, waiting = [], [], 0, []
-    spoke = False
-    for number, picture in enumerate(_decode(dataset, order, workers if len(order) > FEW else 0), start=1):
-        if picture.dim() != 3 or picture.shape[0] != 3:
-            raise NotApplicable(f"a picture of shape {list(picture.shape)}, not [3, height, width]")
-        sizes.append(picture.shape[1:])
-        waiting.append(picture.reshape(-1))
-        kept_bytes += picture.numel()
-        expected = kept_bytes * len(order) // number if number >= LOOKED_AT else kept_bytes
-        if max(expected, kept_bytes) > most_bytes:
+    order, slots, labels = _list_samples(source)
+    chunks, shapes, kept_bytes, moved_bytes, waiting = [], [], 0, 0, []
+    began, spoke = time.monotonic(), False
+    for pixels, more in _decode(dataset, order, workers if len(order) > FEW else 0):
+        waiting.append(pixels)
+        shapes += more
+        kept_bytes += len(pixels)
+        expected = kept_bytes * len(order) // len(shapes) if len(shapes) >= LOOKED_AT else kept_bytes
+        if expected > most_bytes:
             raise NotApplicable(
                 f"{len(order):,} pictures take about {expected / 1e9:.2g} GB, and {most_bytes / 1e9:.2g} GB of"
                 " the device's memory may be used"
             )
-        if sum(map(len, waiting)) >= CHUNK_BYTES or number == len(order):
+        if kept_bytes - moved_bytes >= CHUNK_BYTES or len(shapes) == len(order):
             chunks.append(torch.cat(waiting).to(device))
-            waiting = []
+            waiting, moved_bytes = [], kept_bytes
         if not spoke and time.monotonic() - began > QUIET_S:
             spoke = True
             say(f"decoding {len(order):,} pictures once, to keep them on the device")
-    table = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-    return Pictures(torch.cat(chunks), table, slots, collated.to(device))
+    if odd := next((shape for shape in shapes if len(shape) != 3 or shape[0] != 3), None):
+        raise NotApplicable(f"a picture of shape {list(odd)}, not [3, height, width]")
+    return Pictures(torch.cat(chunks), np.array(shapes, dtype=np.int64)[:, 1:], slots, labels.to(device))
 
 
-def _decode(dataset: Any, order: Numbers, workers: int) -> Iterator[torch.Tensor]:
-    """Pictures of samples, in this order. No random number of the training's is used up."""
-    loader = DataLoader(
+def _list_samples(source: ImageSource) -> tuple[Numbers, Numbers, torch.Tensor]:
+    """A sample of each picture, in the order in which pictures are kept; the picture of each sample; the labels."""
+    first: dict[str, int] = {}
+    firsts, labels = np.empty(source.count, dtype=np.int64), []
+    for sample in range(source.count):
+        path, label = source.locate(sample)
+        labels.append(label)
+        firsts[sample] = first.setdefault(path, sample)
+    collated = default_collate(labels)
+    if not isinstance(collated, torch.Tensor):
+        raise NotApplicable(f"labels that collate to a {type(collated).__name__} cannot be kept on the device")
+    order = np.fromiter(first.values(), dtype=np.int64)  # rises
+    return order, np.searchsorted(order, firsts), collated
+
+
+def _decode(dataset: Any, order: Numbers, workers: int) -> Iterator[tuple[torch.Tensor, list[tuple[int, ...]]]]:
+    """Pictures of samples, in this order, some at a time. No random number of the training's is used up."""
+    yield from DataLoader(
         dataset,
-        batch_size=None if not workers else 16,
+        batch_size=TOGETHER,
         sampler=[int(sample) for sample in order],
         num_workers=workers,
-        collate_fn=_list_pictures,
+        collate_fn=_join_pictures,
         generator=torch.Generator(),
     )
-    for pictures in loader:
-        yield from pictures
 
 
-def _list_pictures(samples: Any) -> list[torch.Tensor]:
-    return [picture for picture, _ in (samples if isinstance(samples, list) else [samples])]
+def _join_pictures(samples: list[Any]) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+    """One tensor, for each that comes from a process costs a file descriptor; and the shapes in it."""
+    pictures = [picture for picture, _ in samples]
+    return torch.cat([picture.reshape(-1) for picture in pictures]), [tuple(picture.shape) for picture in pictures]
