@@ -90,7 +90,7 @@ def make_engine(
     loader: DataLoader[Any],
     device: torch.device,
     *,
-    most_bytes: int | None,
+    most_bytes: int,
     workers: int,
     say: Callable[[str], None] = lambda _line: None,
 ) -> DeviceEngine:
@@ -104,8 +104,7 @@ def make_engine(
     source = read_source(dataset)
     recipe = read_recipe(source.transforms)
     bytes_of = replace_transform(dataset, make_bytes(recipe.once))
-    room = measure_room(device) if most_bytes is None else most_bytes
-    pictures = fill(bytes_of, source, device, most_bytes=room, workers=workers, say=say)
+    pictures = fill(bytes_of, source, device, most_bytes=most_bytes, workers=workers, say=say)
     _check_sizes(pictures, recipe)
     kept = {
         "pictures": len(pictures.sizes),
@@ -115,21 +114,10 @@ def make_engine(
     engine = DeviceEngine(loader, pictures, recipe, kept)
     prove(engine, dataset, source)
     say(
-        f"{kept['pictures']:,} pictures, {kept['kept_bytes'] / 1e9:.3g} GB of at most {room / 1e9:.3g} GB, are on the"
-        f" device after {kept['fill_s']:.1f} s"
+        f"{kept['pictures']:,} pictures, {kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB, are on"
+        f" the device after {kept['fill_s']:.1f} s"
     )
     return engine
-
-
-SHARE = 0.25
-"""Of the device's free memory, before there are any activations."""
-
-
-def measure_room(device: torch.device) -> int:
-    """Bytes that pictures may take."""
-    if device.type != "cuda":
-        return 2**30
-    return int(SHARE * torch.cuda.mem_get_info(device)[0])
 
 
 def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from fastloop.errors import NotApplicable
 from fastloop.records.facts import Facts, LoaderFacts
@@ -18,10 +21,13 @@ from fastloop.records.images import (
     ToFloat,
     ToTensor,
 )
+from fastloop.records.plan import Change, Parity
 
 ONCE, EACH_TIME = (Resize, CenterCrop), (RandomCrop, RandomHorizontalFlip)
 """Steps that are done when a picture is decoded, and those that the device does for each batch exactly as PIL does."""
 
+SHARE = 0.25
+"""Of the device's free memory that pictures may take, before there are any activations."""
 LITTLE_SHM_BYTES = 2**30
 """Pictures that processes decode come through shared memory."""
 
@@ -33,7 +39,7 @@ class PicturesOnDevice:
     device: str
     """Its type; the process's current one."""
     most_bytes: int | None = None
-    """That pictures may take; None: a quarter of what is free when they come."""
+    """That pictures may take; None: `SHARE` of what is free when they come."""
     workers: int = 0
     """Processes that decode."""
     live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
@@ -50,7 +56,8 @@ class PicturesOnDevice:
         from fastloop.feeds.device_store.engine import make_engine
 
         device = torch.device(self.device)
-        engine = make_engine(loader, device, most_bytes=self.most_bytes, workers=self.workers, say=say)
+        most = int(SHARE * _measure_free(self.device)) if self.most_bytes is None else self.most_bytes
+        engine = make_engine(loader, device, most_bytes=most, workers=self.workers, say=say)
         self.live[:] = [engine]
         return engine.evidence()
 
@@ -63,17 +70,38 @@ class PicturesOnDevice:
         return engine
 
 
-def plan_pictures(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) -> PicturesOnDevice:
-    """The want for this loader.
+def _measure_free(device: str) -> int:
+    """Bytes of memory of the current device of this type."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)
+
+
+def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) -> Change:
+    """What a rung wants that keeps the pictures of this loader on the device.
 
     Raises:
-        NotApplicable: it is not known that batches made on the device are what the loader makes.
+        NotApplicable: it is not known that batches made there are what the loader makes.
     """
     if (why := explain_no_engine(facts, loader)) is not None:
         raise NotApplicable(f"pictures cannot be kept on the device: {why}")
     little_shm = facts.shm_free_bytes is not None and facts.shm_free_bytes < LITTLE_SHM_BYTES
     workers = 0 if loader.worker_hazards or little_shm else facts.cpu_count // max(1, facts.local_ranks)
-    return PicturesOnDevice(device=facts.device, most_bytes=most_bytes, workers=workers if workers > 1 else 0)
+    want = PicturesOnDevice(device=facts.device, most_bytes=most_bytes, workers=workers if workers > 1 else 0)
+    assert isinstance(loader.images, ImageFacts)
+    room = f"{SHARE:.0%} of what is free there" if most_bytes is None else f"{most_bytes / 1e9:.3g} GB"
+    notes = [f"decodes all {loader.images.count:,} samples once and keeps them on the device, in at most {room}"]
+    parity: Parity = "exact"
+    if loader.num_workers and loader.draws_random:
+        parity = "approximate"
+        notes.append(
+            f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
+            " they come out differently each time"
+        )
+    elsewhere = dataclasses.replace(loader, engine="the device", num_workers=0)
+    return Change(wants={"loader.engine": want}, parity=parity, notes=tuple(notes), facts={"loader": elsewhere})
 
 
 def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:

@@ -26,7 +26,7 @@ V2_FLOATS = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(MEAN), lis
 
 
 def make(loader: Any, **settings: Any) -> DeviceEngine:
-    return make_engine(loader, CPU, **{"most_bytes": None, "workers": 0, **settings})
+    return make_engine(loader, CPU, **{"most_bytes": 2**30, "workers": 0, **settings})
 
 
 def follow(batches: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
