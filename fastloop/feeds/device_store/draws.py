@@ -3,11 +3,12 @@
 The plain loader draws sample by sample, a call for each number. On the CPU each of these calls takes one word of 32
 bits from the generator, so that a batch's words can be taken in one call and shared out afterwards.
 Source: ATen/core/TransformationHelper.h (uniform_real, uniform_int_from_to), torchvision/transforms/transforms.py and
-v2/_geometry.py (RandomCrop, RandomHorizontalFlip).
+v2/_geometry.py (RandomCrop, RandomHorizontalFlip, RandomResizedCrop).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastloop.records.images import RandomCrop, RandomHorizontalFlip
+from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 
 Numbers = NDArray[Any]
 _WORD, _MANTISSA = 2**32 - 1, 2**24 - 1
@@ -33,6 +34,12 @@ def draw_words(count: int) -> Numbers:
         torch.rand(1)  # moves on by one word
         words = np.concatenate([words, last >> 32 & _WORD])
     return words
+
+
+def _rewind(state: torch.Tensor, used: int) -> None:
+    """Put the generator where `used` words after `state` leave it."""
+    torch.set_rng_state(state)
+    draw_words(used)
 
 
 @dataclass(frozen=True)
@@ -98,3 +105,59 @@ def _list_needs(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) 
         needs.append([rows, columns] if each.by_side else [rows | columns] * 2)
         heights, widths = np.full_like(heights, height), np.full_like(widths, width)
     return needs
+
+
+# -- random resized crops: how many numbers a picture takes depends on the numbers ------------------------------------
+
+TRIES = 10
+"""Of a part that lies within the picture; then the middle is taken."""
+
+
+def draw_parts(
+    step: RandomResizedCrop, flips: Sequence[RandomHorizontalFlip], heights: Numbers, widths: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Top, left, height and width of the part of each picture, int64 [B, 4], and whether it is turned over, bool [B]."""
+    state = torch.get_rng_state()
+    words = draw_words(len(heights) * ((2 * TRIES + 2) + len(flips)))  # at most
+    areas, ratios = _list_shapes(step, words)
+    numbers, at = words.tolist(), 0
+    parts, turned = [], []
+    for height, width in zip(heights.tolist(), widths.tolist(), strict=True):
+        part = None
+        for _ in range(TRIES):
+            area, ratio = height * width * areas[at], ratios[at + 1]
+            at += 2
+            part_width, part_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < part_width <= width and 0 < part_height <= height:
+                top = numbers[at] % (height - part_height + 1)
+                part = top, numbers[at + 1] % (width - part_width + 1), part_height, part_width
+                at += 2
+                break
+        parts.append(part or _take_middle(step, height, width))
+        odd = False
+        for flip in flips:
+            odd ^= bool(np.float32(numbers[at] & _MANTISSA) * np.float32(2**-24) < np.float32(flip.p))
+            at += 1
+        turned.append(odd)
+    _rewind(state, at)
+    return np.array(parts, dtype=np.int64), np.array(turned)
+
+
+def _list_shapes(step: RandomResizedCrop, words: Numbers) -> tuple[list[float], list[float]]:
+    """What each word is as a share of the area, and as width over height: in single precision, as torch has them."""
+    uniform = torch.from_numpy((words & _MANTISSA) * np.float32(2**-24)).float()
+    log_ratio = torch.log(torch.tensor(step.ratio))
+    scale = torch.tensor(step.scale)
+    areas = uniform * (scale[1] - scale[0]) + scale[0]
+    ratios = torch.exp(uniform * (log_ratio[1] - log_ratio[0]) + log_ratio[0])
+    return areas.tolist(), ratios.tolist()
+
+
+def _take_middle(step: RandomResizedCrop, height: int, width: int) -> tuple[int, int, int, int]:
+    in_ratio = width / height
+    part_height, part_width = height, width
+    if in_ratio < min(step.ratio):
+        part_height = round(width / min(step.ratio))
+    elif in_ratio > max(step.ratio):
+        part_width = round(height * max(step.ratio))
+    return (height - part_height) // 2, (width - part_width) // 2, part_height, part_width

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastloop.feeds.device_store.draws import Drawing, draw, draw_words
-from fastloop.records.images import RandomCrop, RandomHorizontalFlip
+from fastloop.feeds.device_store.draws import Drawing, draw, draw_parts, draw_words
+from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 
 pytest.importorskip("torchvision")
 from torchvision.transforms import transforms as v1
@@ -77,3 +77,34 @@ def test_the_two_generations_draw_differently() -> None:
         draw([Drawing(CROP, by_side=by_side)], heights, widths)
         ends.append(torch.get_rng_state())
     assert not torch.equal(*ends)
+
+
+@pytest.mark.parametrize("generation", [v1, v2])
+@pytest.mark.parametrize(
+    ("scale", "ratio", "flips"),
+    [((0.08, 1.0), (3 / 4, 4 / 3), 1), ((0.5, 1.0), (0.3, 2.5), 0), ((0.9, 1.0), (1.0, 1.0), 2)],
+)
+def test_the_same_parts_as_the_transforms_draw(generation: Any, scale: Any, ratio: Any, flips: int) -> None:
+    """Many pictures, long ones too, of which every try may fail."""
+    sizes = [(375, 500), (500, 375), (333, 500), (224, 224), (30, 640), (640, 30), (41, 43)] * 150
+    heights, widths = np.array(sizes).T
+    move = generation.RandomResizedCrop(8, scale=scale, ratio=ratio)
+    torch.manual_seed(7)
+    expected, turned, blank = [], [], torch.zeros(1)
+    for height, width in sizes:
+        picture = blank.expand(3, height, width)
+        if generation is v1:
+            expected.append(move.get_params(picture, list(scale), list(ratio)))
+        else:
+            params = move.make_params([picture])
+            expected.append(tuple(params[name] for name in ("top", "left", "height", "width")))
+        turned.append(sum(bool(torch.rand(1) < 0.4) for _ in range(flips)) % 2 == 1)
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    step = RandomResizedCrop(size=(8, 8), scale=scale, ratio=ratio)
+    parts, ours = draw_parts(step, [RandomHorizontalFlip(p=0.4)] * flips, heights, widths)
+    assert list(map(tuple, parts.tolist())) == expected and ours.tolist() == turned
+    assert torch.equal(torch.get_rng_state(), state)
+    if scale[0] == 0.9:
+        middle = [(30 - 30) // 2, (640 - 30) // 2, 30, 30]
+        assert parts[4].tolist() == middle, "all tries fail"
