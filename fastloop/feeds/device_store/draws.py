@@ -116,12 +116,12 @@ TRIES = 10
 def draw_parts(
     step: RandomResizedCrop, flips: Sequence[RandomHorizontalFlip], heights: Numbers, widths: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """Top, left, height and width of the part of each picture, int64 [B, 4], and whether it is turned over, bool [B]."""
+    """Top, left, height and width of the part of each picture, int64 [B, 4], and whether it is mirrored, bool [B]."""
     state = torch.get_rng_state()
     words = draw_words(len(heights) * ((2 * TRIES + 2) + len(flips)))  # at most
     areas, ratios = _list_shapes(step, words)
     numbers, at = words.tolist(), 0
-    parts, turned = [], []
+    parts, mirrored = [], []
     for height, width in zip(heights.tolist(), widths.tolist(), strict=True):
         part = None
         for _ in range(TRIES):
@@ -138,9 +138,9 @@ def draw_parts(
         for flip in flips:
             odd ^= bool(np.float32(numbers[at] & _MANTISSA) * np.float32(2**-24) < np.float32(flip.p))
             at += 1
-        turned.append(odd)
+        mirrored.append(odd)
     _rewind(state, at)
-    return np.array(parts, dtype=np.int64), np.array(turned)
+    return np.array(parts, dtype=np.int64), np.array(mirrored)
 
 
 def _list_shapes(step: RandomResizedCrop, words: Numbers) -> tuple[list[float], list[float]]:

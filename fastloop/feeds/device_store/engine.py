@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.device_store.draws import Drawing, draw
+from fastloop.feeds.device_store.draws import Drawing, draw, draw_parts
 from fastloop.feeds.device_store.pictures import Pictures, fill
 from fastloop.feeds.images.byte_batches import ToFloats, find_user_dataset, is_color, make_bytes, replace_transform
 from fastloop.feeds.images.reading import ImageSource, Transform, read_source
-from fastloop.records.images import RandomCrop, RandomHorizontalFlip, ToFloat
+from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat
 
 COMPARED = 16
 """Samples that have to be, bit for bit, what the user's dataset makes of them before the engine is used."""
@@ -28,25 +28,31 @@ class Recipe:
 
     once: tuple[Transform, ...]
     drawings: tuple[Drawing, ...]
+    """In their order; after a `RandomResizedCrop` only what mirrors."""
     to_floats: ToFloats
+    resized: RandomResizedCrop | None = None
 
     @property
-    def crop(self) -> RandomCrop | None:
+    def crop(self) -> RandomCrop | RandomResizedCrop | None:
         """The crop that gives batches their size; None: the pictures have it."""
-        return next((each.step for each in self.drawings if isinstance(each.step, RandomCrop)), None)
+        crops = (each.step for each in self.drawings if isinstance(each.step, RandomCrop))
+        return self.resized or next(crops, None)
 
 
 def read_recipe(transforms: Sequence[Transform]) -> Recipe:
     """Part the user's transforms; they are known to be of the kinds that `explain_no_engine` lets through."""
     color = [each for each in transforms if is_color(each)]
-    random = [each for each in transforms if isinstance(each.steps[0], (RandomCrop, RandomHorizontalFlip))]
+    kinds = (RandomCrop, RandomHorizontalFlip, RandomResizedCrop)
+    random = [each for each in transforms if isinstance(each.steps[0], kinds)]
     later = next(place for place, each in enumerate(transforms) if each in random or ToFloat() in each.steps)
-    drawings = []
+    drawings, resized = [], None
     for each in random:
         step = each.steps[0]
-        assert isinstance(step, (RandomCrop, RandomHorizontalFlip))
-        drawings.append(Drawing(step, by_side=type(each.call).__module__.startswith("torchvision.transforms.v2")))
-    return Recipe(tuple(transforms[:later]), tuple(drawings), ToFloats(color))
+        if isinstance(step, RandomResizedCrop):
+            resized = step
+        elif isinstance(step, (RandomCrop, RandomHorizontalFlip)):
+            drawings.append(Drawing(step, by_side=type(each.call).__module__.startswith("torchvision.transforms.v2")))
+    return Recipe(tuple(transforms[:later]), tuple(drawings), ToFloats(color), resized)
 
 
 class DeviceEngine:
@@ -64,7 +70,7 @@ class DeviceEngine:
         self.batches, self._evidence = 0, evidence
         crop = recipe.crop
         self.size: tuple[int, int] = tuple(pictures.sizes[0].tolist()) if crop is None else crop.size
-        self.fill = 0 if crop is None else crop.fill
+        self.fill = crop.fill if isinstance(crop, RandomCrop) else 0
 
     def load(self, seed: int) -> Iterator[Any]:
         """One epoch's batches. Nothing is drawn from the seed: a loader without workers does not use it either."""
@@ -77,9 +83,14 @@ class DeviceEngine:
         samples = np.asarray(indices, dtype=np.int64)
         samples = np.where(samples < 0, samples + len(self.pictures.slots), samples)
         heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
-        placed = draw(self.recipe.drawings, heights, widths)
-        images, labels = self.pictures.cut(samples, placed, self.size, self.fill)
-        return [self.recipe.to_floats(images), labels]
+        if self.recipe.resized is None:
+            placed = draw(self.recipe.drawings, heights, widths)
+            images = self.pictures.cut(samples, placed, self.size, self.fill)
+        else:
+            flips = [each.step for each in self.recipe.drawings if isinstance(each.step, RandomHorizontalFlip)]
+            parts, mirrored = draw_parts(self.recipe.resized, flips, heights, widths)
+            images = self.pictures.resize(samples, parts, mirrored, self.size)
+        return [self.recipe.to_floats(images), self.pictures.find_labels(samples)]
 
     def evidence(self) -> Mapping[str, Any]:
         """Batches made, and what they were made of."""
@@ -124,7 +135,7 @@ def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:
     crop = recipe.crop
     if crop is None and len(np.unique(pictures.sizes, axis=0)) > 1:
         raise NotApplicable("the pictures have several sizes, and no crop that makes them one")
-    if crop is not None:
+    if isinstance(crop, RandomCrop):
         left, top, right, bottom = crop.padding
         if (pictures.sizes + [top + bottom, left + right] < crop.size).any():
             raise NotApplicable(f"there are pictures smaller than the crop of {crop.size[0]} x {crop.size[1]}")

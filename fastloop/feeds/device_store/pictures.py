@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import Numbers, Placement
+from fastloop.feeds.device_store.resizing import resize_parts
 from fastloop.feeds.images.reading import ImageSource
 
 CHUNK_BYTES = 64 * 2**20
@@ -41,24 +42,32 @@ class Pictures:
         self.starts = np.concatenate([[0], np.cumsum(3 * sizes[:, 0] * sizes[:, 1])[:-1]])
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def cut(
-        self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes [B, 3, *size] of these samples [B], `fill` outside of the pictures; and their labels."""
+    def find_labels(self, samples: Numbers) -> torch.Tensor:
+        """Labels [B, ...] of these samples [B]."""
+        return self.labels[torch.from_numpy(samples).to(self.labels.device)]
+
+    def resize(self, samples: Numbers, parts: Numbers, mirrored: Numbers, size: tuple[int, int]) -> torch.Tensor:
+        """Bytes [B, 3, *size] of these parts [B, 4] of samples [B], resized and then mirrored where that is so."""
         slots = self.slots[samples]
         heights, widths = self.sizes[slots].T
-        columns = (samples, self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
+        images = resize_parts(self.pixels, self.starts[slots], heights, widths, parts, size)
+        over = torch.from_numpy(mirrored).to(images.device).view(-1, 1, 1, 1)
+        return torch.where(over, images.flip(3), images)
+
+    def cut(self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int) -> torch.Tensor:
+        """Bytes [B, 3, *size] of these samples [B], `fill` outside of the pictures."""
+        slots = self.slots[samples]
+        heights, widths = self.sizes[slots].T
+        columns = (self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
         told = torch.from_numpy(np.stack(columns)).to(self.pixels.device)
-        samples_there, starts, height, width, top, left, step = told.view(7, -1, 1, 1, 1)
+        starts, height, width, top, left, step = told.view(6, -1, 1, 1, 1)
         channels, rows, places = self._make_grid(size)
         row, column = rows + top, places * step + left
         index = (starts + (channels * height + row) * width) + column  # in this order only the last sum is large
         if placed.is_inside(heights, widths, size):
-            found = self.pixels[index]
-        else:
-            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-            found = torch.where(inside, self.pixels[torch.where(inside, index, 0)], fill)
-        return found, self.labels[samples_there.view(-1)]
+            return self.pixels[index]
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        return torch.where(inside, self.pixels[torch.where(inside, index, 0)], fill)
 
     def _make_grid(self, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if size not in self._grids:

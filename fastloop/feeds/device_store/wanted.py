@@ -17,6 +17,7 @@ from fastloop.records.images import (
     Normalize,
     RandomCrop,
     RandomHorizontalFlip,
+    RandomResizedCrop,
     Resize,
     ToFloat,
     ToTensor,
@@ -24,7 +25,8 @@ from fastloop.records.images import (
 from fastloop.records.plan import Change, Parity
 
 ONCE, EACH_TIME = (Resize, CenterCrop), (RandomCrop, RandomHorizontalFlip)
-"""Steps that are done when a picture is decoded, and those that the device does for each batch exactly as PIL does."""
+"""Steps that are done when a picture is decoded, and those that the device does for each batch, in any order. A random
+resized crop comes before all of these."""
 
 SHARE = 0.25
 """Of the device's free memory that pictures may take, before there are any activations."""
@@ -134,14 +136,17 @@ def explain_no_steps(images: ImageFacts) -> str | None:
     """Why the steps cannot be done on the device with the same bits; None where they can."""
     if (why := images.explain_no_bytes()) is not None:
         return why
-    allowed: tuple[type, ...] = ONCE
-    crops = 0
+    allowed: tuple[type, ...] = (*ONCE, RandomResizedCrop)
+    are_tensors, crops = False, 0
     for step in images.steps:
         if isinstance(step, (ToTensor, ToFloat, Normalize)):
+            are_tensors = True
             continue
-        if isinstance(step, EACH_TIME):
-            allowed = EACH_TIME
-            crops += isinstance(step, RandomCrop)
-        if not isinstance(step, allowed):
+        if isinstance(step, RandomResizedCrop) and (are_tensors or step.interpolation != "bilinear"):
+            return "RandomResizedCrop is done there as Pillow does it, for bilinear interpolation only"
+        if not isinstance(step, (*allowed, *EACH_TIME)):
             return f"{type(step).__name__} at that place is not done there with the same bits"
+        if not isinstance(step, ONCE):
+            allowed = ()
+        crops += isinstance(step, (RandomCrop, RandomResizedCrop))
     return "it crops twice" if crops > 1 else None

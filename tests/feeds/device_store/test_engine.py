@@ -55,6 +55,11 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
         [v2.ToImage(), v2.Resize((30, 31)), v2.RandomCrop(28, padding=(1, 2)), v2.RandomHorizontalFlip(), *V2_FLOATS]
     ),
     "v2 with sides": lambda: v2.Compose([v2.RandomCrop(30, padding=(1, 2, 3, 4), fill=7), v2.ToImage(), *V2_FLOATS]),
+    "resized": lambda: v1.Compose([v1.RandomResizedCrop(24), v1.RandomHorizontalFlip(), *V1_FLOATS]),
+    "resized v2": lambda: v2.Compose(
+        [v2.Resize(50), v2.RandomResizedCrop((20, 26), scale=(0.2, 0.9)), v2.RandomHorizontalFlip(), v2.ToImage()]
+        + V2_FLOATS
+    ),
     "resized once": lambda: v1.Compose([v1.Resize(33), v1.CenterCrop(31), v1.RandomHorizontalFlip(), v1.ToTensor()]),
     "nothing random": lambda: v1.Compose([v1.Resize((20, 24)), *V1_FLOATS]),
     "filled": lambda: v1.Compose([v1.RandomCrop(40, padding=(3, 8), fill=9), v1.ToTensor()]),

@@ -61,6 +61,8 @@ def test_plan() -> None:
     assert plan(num_workers=3, draws_random=()).parity == "exact"
     for given in (plan(worker_hazards=("an open file",)), plan(dataclasses.replace(CUDA, shm_free_bytes=2**20))):
         assert given.wants["loader.engine"].workers == 0
+    photographs = (Resize(size=256), RandomResizedCrop(size=(224, 224)), FLIP, *FLOATS)
+    assert plan(images=ImageFacts(steps=photographs), draws_random=("RandomResizedCrop",)).wants
     fixed = (Resize(size=40), CenterCrop(size=(36, 36)), FLIP, *FLOATS)
     assert plan(images=ImageFacts(steps=fixed), draws_random=("RandomHorizontalFlip",)).wants
 
@@ -90,7 +92,10 @@ def test_plan_refuses(facts: dict[str, Any], loader: dict[str, Any], why: str) -
 @pytest.mark.parametrize(
     ("steps", "why"),
     [
-        ((RandomResizedCrop(size=(8, 8)), *FLOATS), "RandomResizedCrop at that place"),
+        ((FLIP, RandomResizedCrop(size=(8, 8)), *FLOATS), "RandomResizedCrop at that place"),
+        ((FLOATS[0], RandomResizedCrop(size=(8, 8)), FLOATS[1]), "as Pillow does it"),
+        ((RandomResizedCrop(size=(8, 8), interpolation="bicubic"), *FLOATS), "for bilinear interpolation only"),
+        ((RandomResizedCrop(size=(8, 8)), CROP, *FLOATS), "it crops twice"),
         ((ColorJitter(), *FLOATS), "ColorJitter at that place"),
         ((FLIP, Resize(size=8), *FLOATS), "Resize at that place"),
         ((CROP, FLIP, CROP, *FLOATS), "it crops twice"),
