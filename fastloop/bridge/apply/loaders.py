@@ -84,8 +84,10 @@ class TrainLoaders:
             if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
         }
         for key, value in plan.wants.items():
-            if key.startswith("dataset."):
-                settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
+            if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
+                made = settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
+                if hasattr(type(made), "finish"):  # what it left for the device
+                    self.staging.to_floats = made.finish
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -124,7 +126,7 @@ class TrainLoaders:
         """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
-        if hasattr(made, "close"):
+        if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
             self._undo(key, made.close)
         return made
 
@@ -201,7 +203,7 @@ class TrainLoaders:
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
         checked = ("loader.engine", lambda: self._checked)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(each, "evidence")]
+        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
         return [
             workers,
             ("loader.pin_memory", staging.count_pinned),
