@@ -85,9 +85,7 @@ class TrainLoaders:
         }
         for key, value in plan.wants.items():
             if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
-                made = settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
-                if hasattr(type(made), "finish"):  # what it left for the device
-                    self.staging.to_floats = made.finish
+                self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -122,8 +120,20 @@ class TrainLoaders:
             return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
         return None
 
+    def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
+        """Put what `want` makes of the loader's dataset in its place. Either has an ``evidence()``; a ``finish()`` does
+        to each batch on the device what was left for it."""
+        try:
+            made = settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+        except NotApplicable as reason:
+            self._give_up(key, str(reason))
+            return
+        if hasattr(type(made), "finish"):  # its own, not that of the user's dataset, for which it stands in
+            self.staging.to_floats = made.finish
+        self._keep(key, want if hasattr(type(want), "evidence") else made)
+
     def _keep(self, key: str, made: Any) -> Any:
-        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
         if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
