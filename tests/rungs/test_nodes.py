@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.feeds import tried_workers
+from fastloop.feeds.workers import tried_workers
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement

@@ -15,8 +15,8 @@ from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
-from fastloop.feeds.tried_workers import TriedWorkers
 from fastloop.feeds.window_batches import WindowDataset, collate_window
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Undo
 

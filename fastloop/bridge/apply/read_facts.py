@@ -23,7 +23,7 @@ from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
-from fastloop.feeds.packed_list import count_packable
+from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

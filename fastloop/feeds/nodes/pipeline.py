@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Subset
 from torchdata.nodes import BaseNode, ParallelMapper
 
 from fastloop.errors import FastLoopError
-from fastloop.feeds import tried_workers
-from fastloop.feeds.whereabouts import find_thread
+from fastloop.feeds.workers import tried_workers
+from fastloop.feeds.workers.whereabouts import find_thread
 
 AHEAD = 2
 """Batches asked for ahead, for each thread: one that it makes and one that waits, as with worker processes."""
