@@ -25,6 +25,7 @@ KEYS: dict[str, Any] = {
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
         "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto"},
+        "nodes": {"enabled": False, "threads": "auto"},
         "workers": {
             "enabled": False,
             "count": "auto",
