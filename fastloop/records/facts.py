@@ -52,6 +52,8 @@ class LoaderFacts:
     """It can say where it stands (``state_dict``), so a run may resume mid-epoch."""
     draws_random: tuple[str, ...] = ()
     """Places in the dataset that draw random numbers, as far as reading its code shows."""
+    shared_draws: tuple[str, ...] = ()
+    """Those of them that cannot be given a generator for each thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()

@@ -241,6 +241,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         persistent_workers=loader.persistent_workers,
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
+        shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
         sampler_hazards=between_batches.sampler_hazards(sampler, loader.dataset, others),
         thread_hazards=(
