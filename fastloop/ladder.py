@@ -50,8 +50,8 @@ class Ladder:
     """Names of rungs that later versions will have: not taken for typing errors."""
 
     dali: Dali = Dali()
-    nodes: Nodes = Nodes()
     cache: Cache = Cache()
+    nodes: Nodes = Nodes()
     workers: Workers = Workers()
     pin: Pin = Pin()
     prefetch: Prefetch = Prefetch()
