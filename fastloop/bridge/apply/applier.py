@@ -231,6 +231,11 @@ class Applier:
         if self.micro is not None:
             self.micro.before_backward()
 
+    def after_backward(self) -> None:
+        """That backward is done."""
+        if self.micro is not None:
+            self.micro.after_backward()
+
     # -- evidence and undo ----------------------------------------------------------------------------------------
 
     def evidence(self) -> Mapping[str, Mapping[str, Any]]:
@@ -290,9 +295,14 @@ class Applier:
         changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            compares = not changed.wants.get("step.loss_is_mean")
             self.micro = MicroBatches(
-                samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn, one_time=self.one_time
+                samples,
+                rung=rung,
+                strict=self.strict,
+                compares=not changed.wants.get("step.loss_is_mean"),
+                warn=self.warn,
+                one_time=self.one_time,
+                groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)
