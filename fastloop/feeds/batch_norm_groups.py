@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fastloop.errors import FastLoopError
 from fastloop.records.plan import Undo
 
 KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -86,16 +85,17 @@ class GroupedForward:
         """Normalize `input` [rows, channels, ...].
 
         Raises:
-            FastLoopError: the rows are no multiple of the groups.
+            ValueError: the rows are no multiple of the groups.
         """
         count, module = self.groups.count, self.module
         if count == 1 or not uses_batch(module):
             return self.plain(input, *args, **kwargs)
         if input.shape[0] % count:
-            raise FastLoopError(
-                got=f"a {type(module).__name__} that gets {input.shape[0]} rows of {count} batches",
-                why="they are not divided evenly among the batches, whose statistics it is to keep",
-                do="write batch_norm: merge to normalize over all of them, or turn the rung off",
+            # None of our own errors: Dynamo cannot trace how they are made.
+            raise ValueError(
+                f"got a {type(module).__name__} that gets {input.shape[0]} rows of {count} batches\n"
+                "  why each of the batches is to keep its own statistics, and these cannot be divided among them\n"
+                "  do  write batch_norm: merge, or turn the rung off"
             )
         if not (self.fuses and torch.compiler.is_compiling()):
             return torch.cat([self.plain(part, *args, **kwargs) for part in input.chunk(count)])
@@ -191,24 +191,25 @@ class MeansOfGroups:
     def __init__(self, groups: BatchGroups) -> None:
         self.groups = groups
         self._seen: list[dict[str, list[torch.Tensor]]] = []
-        self._hooks = [
-            part.register_forward_pre_hook(self._make_hook(name), with_kwargs=True)
-            for name, part in groups.norms.items()
-            if uses_batch(part)
-        ]
+        self._norms = {name: part for name, part in groups.norms.items() if uses_batch(part)}
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at the calls of now. To be entered last: who puts back what the model's hooks keep would undo it."""
+        with contextlib.ExitStack() as hooks:
+            for name, part in self._norms.items():
+                hooks.callback(part.register_forward_pre_hook(self._make_hook(name), with_kwargs=True).remove)
+            yield
 
     def begin(self) -> None:
         """The calls that follow are of another piece."""
         self._seen.append({})
 
-    def stop(self) -> None:
-        """Take the hooks off."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
     def _make_hook(self, name: str) -> Any:
         def look(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = (args[0] if args else kwargs["input"]).detach()
+            if rows.shape[0] % self.groups.count:
+                raise ValueError(f"BatchNorm {name} gets {rows.shape[0]} rows of {self.groups.count} batches")
             parts = _part(rows, self.groups.count)
             over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
             both = [each.mean(over, dtype=torch.float32) for each in (parts, parts.abs())]

@@ -167,28 +167,26 @@ def explain_difference(
     def sample(piece: Piece, number: int) -> torch.Tensor:
         if means is not None:
             means.begin()
-        with plugin.train_step_context(), nullcontext() if groups is None else groups.of(piece.groups):
-            loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
-        if loss is None:
-            raise ValueError("training_step returned no loss")
-        return sample_gradient(loss * scale, parameters)
+        with nullcontext() if groups is None else groups.of(piece.groups):
+            with plugin.train_step_context():
+                loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
+            if loss is None:
+                raise ValueError("training_step returned no loss")
+            return sample_gradient(loss * scale, parameters)
 
     means = None if groups is None else MeansOfGroups(groups)
     try:
         with _quiet(strategy), _unwritten(list(module.parameters())):
-            with untouched(module):
+            with untouched(module), nullcontext() if means is None else means.looking():
                 before = _read_streams(strategy)
                 apart = [sample(piece, number) for number, piece in enumerate(own)]
                 drew = not all(map(torch.equal, before, _read_streams(strategy)))
-            with untouched(module):
+            with untouched(module), nullcontext() if means is None else means.looking():
                 together = sum((sample(piece, 0) * piece.weight for piece in merged), start=torch.zeros(()))
     except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
         let_through(error)
         said = " ".join(str(error).split())[:200]
         return f"accumulated and merged could not be compared: {type(error).__name__}: {said}"
-    finally:
-        if means is not None:
-            means.stop()
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     if not compares:
