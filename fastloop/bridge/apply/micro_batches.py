@@ -250,7 +250,9 @@ class MicroBatches:
             self.uncut, self.problem = self.uncut + 1, self.problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window[0]) / window[1]
-            pieces = [Piece(batch, sum(window[0]) if window else samples(batch) or 0, share)]
+            rows, sizes = samples(batch) or 0, window[0] if window else ()
+            groups = len(sizes) if len(set(sizes)) == 1 and sum(sizes) == rows else 1
+            pieces = [Piece(batch, sum(sizes) if window else rows, share, groups)]
         merged = len(window[0]) if window else 1
         self.steps += 1
         self.changed += len(pieces) > 1 or merged > 1
