@@ -55,12 +55,12 @@ def mixin(space: str) -> type:
             return self.fastloop.training_step(super().training_step, *args, **kwargs)
 
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.fastloop is None:
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
-            self.fastloop.before_backward()
-            done = super().backward(closure_loss, optimizer, *args, **kwargs)
-            self.fastloop.after_backward()
-            return done
+            if self.fastloop is not None:
+                self.fastloop.before_backward()
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            if self.fastloop is not None:
+                self.fastloop.after_backward()
+            return loss
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.
