@@ -68,7 +68,7 @@ class Site(Protocol):
 
     @property
     def groups(self) -> Any:
-        """How many of the user's batches a call holds, see ``feeds/batch_norm_groups.py``."""
+        """How many of the user's batches a call holds, see ``feeds/batch_norm/groups.py``."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""

@@ -199,7 +199,7 @@ class Batch:
 
 
 def _group_norms(site: Site) -> Applied:
-    from fastloop.feeds.batch_norm_groups import group_forwards
+    from fastloop.feeds.batch_norm.groups import group_forwards
 
     undo = group_forwards(site.module, site.groups)
     return Applied(undo=undo, probe=lambda: {"grouped_norms": len(site.groups.norms), "groups": site.groups.most})

@@ -20,7 +20,7 @@ from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
 from fastloop.feeds.accumulation_windows import WindowSampler, batches_between_validations, count_used_batches
-from fastloop.feeds.batch_norm_groups import BatchGroups, MeansOfGroups
+from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece
 from fastloop.records.plan import Undo

@@ -19,7 +19,7 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
-from fastloop.feeds import batch_norm_groups
+from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
 from fastloop.feeds.packed_list import count_packable
@@ -129,7 +129,7 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
     return {
         "batchnorms": tuple(norms),
         "other_batchnorms": tuple(
-            name for name, part in norms.items() if syncs_norms or not isinstance(part, batch_norm_groups.KINDS)
+            name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
         "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
         "not_mean_losses": tuple(_find_other_losses(module, named)),

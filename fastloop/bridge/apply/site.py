@@ -10,7 +10,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.staging import Staging, set_attribute
-from fastloop.feeds.batch_norm_groups import BatchGroups
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Undo
 

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable
-from fastloop.feeds.batch_norm_groups import BatchGroups
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
 from fastloop.judge.rehearsal import Deviation
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.batch_norm_groups import (
+from fastloop.feeds.batch_norm.groups import (
     BatchGroups,
     GroupedForward,
     MeansOfGroups,
