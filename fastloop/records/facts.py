@@ -144,6 +144,8 @@ class Facts:
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
     batchnorms: tuple[str, ...] = ()
+    other_batchnorms: tuple[str, ...] = ()
+    """Those that cannot be computed batch by batch: synchronized between ranks, or of a kind of their own."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
     not_mean_losses: tuple[str, ...] = ()

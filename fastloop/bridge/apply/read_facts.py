@@ -19,6 +19,7 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
@@ -67,7 +68,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
-        **read_module(module),
+        **read_module(module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None),
     )
 
 
@@ -120,13 +121,19 @@ def find_hook_owner(trainer: Any, hook: str) -> Any:
     return None
 
 
-def read_module(module: torch.nn.Module) -> dict[str, Any]:
-    """What the model is made of, and what its own methods do, as far as their source says."""
+def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[str, Any]:
+    """What the model is made of, and what its own methods do, as far as their source says.
+
+    Args:
+        syncs_norms: the strategy will make every BatchNorm one that is synchronized between ranks.
+    """
     named = dict(module.named_modules())
+    norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
     training_step = getattr(module, "training_step", None)
     return {
-        "batchnorms": tuple(
-            name for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+        "batchnorms": tuple(norms),
+        "other_batchnorms": tuple(
+            name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
         "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
