@@ -26,7 +26,7 @@ from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
@@ -100,7 +100,7 @@ class Rehearsal:
         """The first batch is about to be trained on."""
         if self._recorder.is_recording:
             self._recorder.note_batch(batch)
-            self._samples = samples(batch)
+            self._samples = count_samples(batch)
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
