@@ -24,6 +24,7 @@ KERNELS = {
     ),
 }
 """Kernels that may be the reason: from which share of the busy time on, the words, and what to do without a rung."""
+ASK_A_TRACE = "a trace shows which kernels take the time (fastloop diagnose --trace 5, or watch.trace_steps: 5)"
 FEW_SMS_PCT = 50.0
 LITTLE_MFU = 0.02
 """Below this share of its peak the arithmetic is not what takes the time, in whatever dtype."""
@@ -43,18 +44,31 @@ class Culprit(NamedTuple):
     """Of the kernels' time."""
 
 
-def classify_use(seen: Measurement) -> Use | None:
-    """What a busy GPU is busy with; None where that was not measured."""
-    mfu, dtype_mfu = to_number(seen.mfu.get("datasheet")), to_number(seen.mfu.get("dtype_in_use")) or 0.0
-    tensor, dram = read_gpu(seen, "tensor_active_pct") or 0.0, read_gpu(seen, "dram_active_pct") or 0.0
+def classify_use(seen: Measurement, busy: float = 1.0) -> Use | None:
+    """What a GPU is busy with; None where that was not measured.
+
+    Args:
+        busy: share of the step in which it is. Counters and rates are means over the whole step.
+    """
+    whole = 1 / max(0.1, min(1.0, busy))
+    mfu, tensor, dram = (
+        None if value is None else min(most, value * whole)
+        for value, most in (
+            (to_number(seen.mfu.get("datasheet")), 1.0),
+            (read_gpu(seen, "tensor_active_pct"), 100.0),
+            (read_gpu(seen, "dram_active_pct"), 100.0),
+        )
+    )
+    dtype_mfu, was_seen = whole * (to_number(seen.mfu.get("dtype_in_use")) or 0.0), None not in (tensor, dram)
+    tensor, dram = tensor or 0.0, dram or 0.0
     if (mfu or 0.0) >= WELL_USED_MFU or tensor >= WELL_USED_TENSOR_PCT:
         return "well_used"
     in_products = dtype_mfu >= FP32_MFU or sum_products(seen) >= PRODUCTS_SHARE
     if precision(seen) == "fp32" and tensor < TENSOR_PCT and in_products:
         return "fp32_math"
-    if dram >= DRAM_PCT or (compare_with_copy(seen) or 0.0) >= COPY_SHARE:
+    if dram >= DRAM_PCT or whole * (compare_with_copy(seen) or 0.0) >= COPY_SHARE:
         return "memory_bound"
-    return "slow" if mfu is not None or read_trace(seen) is not None else None
+    return "slow" if mfu is not None or was_seen or read_trace(seen) is not None else None
 
 
 def sum_products(seen: Measurement) -> float:
