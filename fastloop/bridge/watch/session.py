@@ -48,6 +48,7 @@ class Session:
         hunt_syncs: find every synchronisation with its line and its cost, in a few steps after the timed ones.
         place: the run's directory, asked for when there is something to put into it.
         one_time: the fit's ledger of one-time costs, to which others write too.
+        untouched: surrounds what runs a module once more to count its work, see `CountWork`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Session:
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
         one_time: OneTime | None = None,
+        untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._began = step_clock.now()
         self.one_time = one_time or OneTime()
@@ -71,7 +73,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs = CountWork(), FindSyncs()
+        self.work, self.syncs = CountWork(untouched), FindSyncs()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = Trace(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
