@@ -24,6 +24,7 @@ KEYS: dict[str, Any] = {
     "run": {"max_steps": 200, "seed": 0, "devices": 1, "accelerator": "auto", "resume": None},
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
+        "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto"},
         "workers": {
             "enabled": False,
             "count": "auto",
@@ -32,7 +33,7 @@ KEYS: dict[str, Any] = {
             "start_method": "auto",
         },
         "pin": {"enabled": False},
-        "prefetch": {"enabled": False, "depth": 2},
+        "prefetch": {"enabled": False, "depth": 2, "uint8": "auto"},
         "batch": {"enabled": False, "micro_batch": "auto", "global_batch": "keep", "loss_is_mean": False},
         "amp": {"enabled": False, "mode": "bf16-mixed"},
         "layout": {"enabled": False},

@@ -9,7 +9,19 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.feeds.images.decode_time import measure_decode_ms
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader
+
+
+def measure_decode(trainer: Any) -> dict[str, Any]:
+    """What decoding one of the train loader's image files takes; reads a few of them, after the training."""
+    for loader in find_loaders(trainer):
+        dataset: Any = getattr(loader, "dataset", None)
+        while type(dataset).__module__.startswith("fastloop.feeds."):  # ours stand in for the user's
+            dataset = dataset.inner
+        if (found := measure_decode_ms(dataset)) is not None:
+            return {"decode_ms": found}
+    return {}
 
 
 def find_loaders(trainer: Any) -> list[Any]:
@@ -52,7 +64,14 @@ def count_queued_batches(trainer: Any) -> int:
     return sum(_held(loader) for loader in find_loaders(trainer))
 
 
+def _find_engine(loader: Any) -> Any:
+    """What loads in a loader's place; None where it loads itself."""
+    return loader.engine if isinstance(loader, LazyLoader) else None
+
+
 def _held(loader: Any) -> int:
+    if (engine := _find_engine(loader)) is not None:
+        return int(getattr(engine, "ahead", 0))
     workers, factor = getattr(loader, "num_workers", 0) or 0, getattr(loader, "prefetch_factor", None) or 0
     return int(workers * factor) + (loader.depth if isinstance(loader, DeviceFeed) else 0)
 
@@ -74,7 +93,8 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
     found = find_loaders(trainer)
     if not found:
         return {}
-    workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
+    own = [loader for loader in found if _find_engine(loader) is None]
+    workers = [count for loader in own if (count := getattr(loader, "num_workers", None)) is not None]
     return {
         "kind": type(found[0]).__name__,
         "num_workers": min(workers) if workers else None,
