@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from fastloop.diagnose.attribution import Attribution
 from fastloop.diagnose.finding import NO_GAIN_PCT, bound_gain_pct, format_factor, weigh
-from fastloop.diagnose.gpu_use import ASK_A_TRACE, compare_with_copy, find_culprit, sum_products
+from fastloop.diagnose.gpu_use import (
+    ASK_A_TRACE,
+    FUSED_ATTENTION,
+    compare_with_copy,
+    find_attention_by_hand,
+    find_culprit,
+    sum_products,
+)
 from fastloop.diagnose.remedies import Remedy, Rungs
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
@@ -123,5 +130,7 @@ def _describe_largest_family(seen: Measurement) -> str | None:
     shares = read_family_shares(seen)
     if not shares:
         return None
+    if (by_hand := find_attention_by_hand(seen)) is not None:
+        return f"attention written by hand at least {100 * by_hand:.0f} % of the kernels' time: use {FUSED_ATTENTION}"
     family = max(shares, key=shares.__getitem__)
     return f"{family} kernels {100 * shares[family]:.0f} % of the time"

@@ -157,6 +157,21 @@ def test_slow_kernels_by_family(families: dict[str, float], enabled: tuple[str, 
     assert finding.patch == (None if patch is None else {"rungs": {patch: {"enabled": True}}})
 
 
+def test_attention_written_by_hand_is_named() -> None:
+    kernels = {"gemm": 60.0, "elementwise": 40.0}
+    by_hand = with_trace(gpt2_tuned(**SLOW), 120.0, {}, kernels, attention_by_hand_ms=45.6)
+    (finding,) = findings(by_hand)
+    assert finding.title == "BUSY, NOT FAST: ATTENTION" and finding.bottleneck == "compute_bound"
+    assert "attention written by hand takes at least 38 % of the kernels' time" in finding.why
+    assert "scaled_dot_product_attention" in finding.why
+    little = with_trace(gpt2_tuned(**SLOW), 120.0, {}, kernels, attention_by_hand_ms=17.9)
+    assert findings(little)[0].title == "BUSY, NOT FAST: ELEMENTWISE", "the control: 14.9 %"
+    updates = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"optimizer": 50.0}, attention_by_hand_ms=45.6)
+    assert "the optimizer takes 42 %" in findings(updates)[0].why
+    moving = with_trace(resnet50_resident(), 37.0, {}, kernels, attention_by_hand_ms=14.0)
+    assert "attention written by hand at least 38 %" in findings(moving)[0].why
+
+
 def test_kernels_of_inductor_show_that_it_is_compiled() -> None:
     loose = {"elementwise": 60.0}
     seen = with_trace(gpt2_tuned(**SLOW), 120.0, {}, loose, top=[{"name": "triton_poi_fused_add_0", "ms": 3.0}])
