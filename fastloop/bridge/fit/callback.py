@@ -15,6 +15,7 @@ from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.rehearse.rehearsal import Terms
+from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.fail_open import disabled, fail_open, hint
 from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
@@ -281,6 +282,7 @@ class FastLoop(Callback):
             hunt_syncs=self.hunt_syncs,
             place=lambda: self._find_directory(trainer),
             one_time=self._one_time,
+            untouched=untouched,
         )
         self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
-from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.batch_tree import walk_tensors
 from fastloop.feeds.lazy_loader import StandIn
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
@@ -247,7 +247,7 @@ class TriedWorkers:
             return *fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}"
         if self._batch_bytes is not None:
             return None
-        self._batch_bytes = sum(tensor.nbytes for tensor in tensors(batch))
+        self._batch_bytes = sum(tensor.nbytes for tensor in walk_tensors(batch))
         fitting = self._fit(workers, ahead)
         if fitting == (workers, ahead):
             return None
