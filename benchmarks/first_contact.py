@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -197,6 +198,7 @@ def read_stamps(path: Path) -> dict[str, Any]:
     return {
         "fits": len(fits),
         "batches": len(ends),
+        "each_ms": [round(1e3 * (b - a), 1) for a, b in itertools.pairwise(ends)],
         "finished": fit["last"] is not None,
         "first_batch_s": round(ends[0] - fit["start"], 3),
         "first_to_last_s": round(last - ends[0], 3),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
@@ -22,7 +24,6 @@ from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, forget, run_trial
 from fastloop.records import store
-from fastloop.records.ceilings import Baseline, Ceiling, CeilingsFile
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.trial import Trial, Variation
 from fastloop.report.run.summary import short
@@ -41,6 +42,51 @@ FREE = {
 FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "data and exchange"}
 
 Progress = Callable[[str], None]
+
+
+# -- ``headspace.json``; None = not known ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The training as it is, before the other trials and after them."""
+
+    samples_per_s: float | None = None
+    """The geometric mean of both."""
+    runs: tuple[float, ...] = ()
+    """Samples per second of each."""
+    drift_pct: float | None = None
+    """How far the second was above the first."""
+    window_too_short: bool = False
+    why: str | None = None
+    """Why one of them failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The rate without data (``replayed``), without data and copies (``resident``) or exchange (``no_exchange``)."""
+
+    samples_per_s: float | None = None
+    ratio: float | None = None
+    """To the baseline. What the exchange alone costs is ``no_exchange`` to ``replayed``."""
+    why: str | None = None
+    """Why there is none, or what to hold against it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeilingsFile:
+    """``headspace.json``."""
+
+    schema: ClassVar[int] = store.SCHEMA
+
+    run_dir: str
+    baseline: Baseline
+    ceilings: Mapping[str, Ceiling] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()
+    """In the order they ran."""
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def headspace(

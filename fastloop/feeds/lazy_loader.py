@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -83,6 +83,17 @@ def bound_batches(loader: Any) -> Any:
 Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
 
 
+class Engine(Protocol):
+    """Loads the batches of a loader in its place."""
+
+    def load(self, seed: int) -> Iterator[Any]:
+        """One epoch's batches, of the indices that the loader's own batch sampler gives.
+
+        Args:
+            seed: the one that the loader would have drawn for its workers, and has drawn.
+        """
+
+
 class LazyLoader(StandIn):
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
@@ -94,12 +105,21 @@ class LazyLoader(StandIn):
         inner: the loader to stand in for.
         keeps_iterator: the user's own loader keeps its workers; it draws a seed for its first epoch only.
         epochs: gives an epoch's batches, of a loader and what starts its iterator; None where that alone gives them.
+        engine: loads in the loader's place; None where the loader does.
     """
 
-    _OWN = frozenset({"inner", "keeps_iterator", "epochs", "live", "_drawn"})
+    _OWN = frozenset({"inner", "keeps_iterator", "epochs", "engine", "live", "_drawn", "_has_begun"})
 
-    def __init__(self, inner: Any, *, keeps_iterator: bool = False, epochs: Epochs | None = None) -> None:
-        self.inner, self.keeps_iterator, self.epochs = inner, keeps_iterator, epochs
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        keeps_iterator: bool = False,
+        epochs: Epochs | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.inner, self.keeps_iterator, self.epochs, self.engine = inner, keeps_iterator, epochs, engine
+        self._has_begun = False
         self._drawn: torch.Tensor | None = None
         self.live: weakref.ref[Any] | None = None
 
@@ -129,7 +149,9 @@ class LazyLoader(StandIn):
 
     def _draw_seed(self) -> torch.Tensor | None:
         """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
-        if not isinstance(self.inner, DataLoader) or (self.keeps_iterator and self.inner._iterator is not None):
+        if not isinstance(self.inner, DataLoader):
+            return None
+        if self.keeps_iterator and (self.inner._iterator is not None or self._has_begun):
             return None
         generator = _generator(self.inner)
         state = generator.get_state()
@@ -137,6 +159,9 @@ class LazyLoader(StandIn):
         return state
 
     def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        if self.engine is not None:
+            self._drawn, self._has_begun = None, True
+            return self.engine.load(_read_seed(drawn))
         if self.epochs is not None:
             return self.epochs(self.inner, lambda: self._begin(drawn))
         return self._begin(drawn)
@@ -150,6 +175,14 @@ class LazyLoader(StandIn):
         except TypeError:
             self.live = None
         return iterator
+
+
+def _read_seed(drawn: torch.Tensor | None) -> int:
+    """The number that a generator in this state draws."""
+    generator = torch.Generator()
+    if drawn is not None:
+        generator.set_state(drawn)
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def _generator(loader: DataLoader[Any]) -> torch.Generator:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastloop.records.images import ImageFacts
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
@@ -44,6 +46,10 @@ class LoaderFacts:
     """Attribute path of what cannot travel to a spawned worker."""
     sample_bytes: int | None = None
     """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
+    images: ImageFacts | str = "the dataset was not looked at"
+    """What happens to each file of a dataset of images; or why it is none."""
+    engine: str | None = None
+    """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""
 
 
 @dataclass(frozen=True, kw_only=True)

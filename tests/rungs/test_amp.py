@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -277,3 +278,19 @@ def test_the_other_namespace() -> None:
     ours = weights([watcher])
     assert verdict(watcher, "amp").took is True
     assert same(ours, weights([], precision="bf16-mixed")) and not same(ours, weights([]))
+
+
+@pytest.mark.parametrize("vary", [True, False])
+def test_cudnn_plans_no_attention_where_sizes_vary(vary: bool) -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "torch's default"
+    site = SimpleNamespace(
+        device=torch.device("cuda"),
+        changed_sizes=[{}, {117: 203}] if vary else [{}, {}],
+        set_precision=lambda _mode: lambda: None,
+        note_in_step=lambda _note: None,
+    )
+    applied = Amp(enabled=True)._set_precision(site)  # type: ignore[arg-type]
+    assert torch.backends.cuda.cudnn_sdp_enabled() is not vary
+    assert applied.probe().get("cudnn_attention", True) is not vary
+    applied.undo()
+    assert torch.backends.cuda.cudnn_sdp_enabled()

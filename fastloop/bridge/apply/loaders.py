@@ -44,6 +44,8 @@ class TrainLoaders:
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._before_reload: dict[int, tuple[Any, Any]] = {}
+        self._made: list[tuple[str, Any]] = []
+        """What rungs put in the place of a dataset or a loader, by the key of the want."""
         self._most_workers: int | None = None
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
@@ -76,24 +78,38 @@ class TrainLoaders:
         settings = {
             key.removeprefix("loader."): value
             for key, value in plan.wants.items()
-            if key.startswith("loader.") and key != "loader.window"
+            if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
         }
+        for key, value in plan.wants.items():
+            if key.startswith("dataset."):
+                settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
-        reads_ahead = bool(settings.get("num_workers")) or "feed.depth" in plan.wants
+        reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
-            settings |= self._merge_windows(loader, window, facts)
+            settings |= self._merge_windows(loader, settings.get("dataset", loader.dataset), window, facts)
         elif reads_ahead and (stand_in := bound_batches(loader)) is not None:
             settings["batch_sampler"] = stand_in
         changed = clone(loader, settings) if settings else loader
+        if (engine := plan.wants.get("loader.engine")) is not None:
+            engine = self._keep("loader.engine", engine.make(changed))
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
+        start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            changed = self.staging.feed(changed, depth, keeps_iterator=keeps_iterator, epochs=epochs)
-        elif epochs is not None:
-            changed = LazyLoader(changed, keeps_iterator=keeps_iterator, epochs=epochs)
+            changed = self.staging.feed(changed, depth, **start)
+        elif epochs is not None or engine is not None:
+            changed = LazyLoader(changed, **start)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
+
+    def _keep(self, key: str, made: Any) -> Any:
+        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        ends what it started."""
+        self._made.append((key, made))
+        if hasattr(made, "close"):
+            self._undo(key, made.close)
+        return made
 
     def _try_workers(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
         """Complete the settings of a loader that gets workers; returns what makes its epochs."""
@@ -137,12 +153,12 @@ class TrainLoaders:
                 " batches of all loaders at once",
             )
 
-    def _merge_windows(self, loader: DataLoader[Any], window: int, facts: Facts) -> dict[str, Any]:
+    def _merge_windows(self, loader: DataLoader[Any], dataset: Any, window: int, facts: Facts) -> dict[str, Any]:
         if self._merge is None:
             self._merge = Merge(self.trainer, window, undo=self._undo)
         if facts.transfer_hooks:  # they get the user's batches too, and what they make of them is concatenated
             self._undo("loader.window", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-        data = WindowDataset(loader.dataset, loader.collate_fn, concatenates=not facts.transfer_hooks)
+        data = WindowDataset(dataset, loader.collate_fn, concatenates=not facts.transfer_hooks)
         return {"batch_sampler": self._merge.make_sampler(loader), "dataset": data, "collate_fn": collate_window}
 
     def train_start(self) -> None:
@@ -161,7 +177,8 @@ class TrainLoaders:
         """What the loaders can show of a setting, by its key."""
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
-        return [workers, ("loader.pin_memory", staging.count_pinned), ("feed.depth", staging.count_ahead)]
+        made = [(key, each.evidence) for key, each in self._made if hasattr(each, "evidence")]
+        return [workers, ("loader.pin_memory", staging.count_pinned), ("feed.depth", staging.count_ahead), *made]
 
     def _count_workers(self) -> Mapping[str, Any]:
         """The most workers seen alive: they end with an epoch's last batch, which a feed fetches early."""

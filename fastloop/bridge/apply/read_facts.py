@@ -19,6 +19,7 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.images.reading import read_facts as read_images
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -238,6 +239,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         own_iterator=(kind.__iter__, kind._get_iterator) != (plain.__iter__, plain._get_iterator),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         unpicklable=unpicklable,
+        images=read_images(loader.dataset),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,7 +210,8 @@ class Player:
             if not dropout:
                 for each in (each for module in self.modules for each in module.modules()):
                     each.training = each.training and not isinstance(each, _DropoutNd)
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            if "torch._inductor.cudagraph_trees" in sys.modules:  # the call itself would import it, for seconds
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             made: dict[tuple[int, int], torch.Tensor] = {}
             for index, call in enumerate(self.calls):
                 args, kwargs = _hand_on(made, call, [copy_value(call.args), copy_value(dict(call.kwargs))])

@@ -12,6 +12,7 @@ import sysconfig
 import textwrap
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
@@ -21,7 +22,7 @@ _CHANGES = (
 )
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
 """Methods that change an object before its samples are asked for."""
-_INSTALLED = tuple({sysconfig.get_paths()[place] for place in ("stdlib", "purelib", "platlib")})
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def is_installed(thing: Any) -> bool:
@@ -30,7 +31,15 @@ def is_installed(thing: Any) -> bool:
     if module is None or module.__name__ == "__main__":
         return False
     file = getattr(module, "__file__", None)
-    return file is None or file.startswith(_INSTALLED) or module.__name__.startswith("fastloop.")
+    if file is None or file.startswith(_STDLIB) or module.__name__.startswith("fastloop."):
+        return True
+    return _holds_packages(Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")])
+
+
+@functools.cache
+def _holds_packages(folder: Path) -> bool:
+    """Whether packages were installed into this folder, wherever it is."""
+    return next(folder.glob("*.dist-info"), None) is not None
 
 
 def find_changed_state(item: Any) -> str | None:

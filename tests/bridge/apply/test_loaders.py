@@ -14,6 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from fastloop.bridge.apply.loaders import _read_plain_sizes
 from fastloop.errors import ConfigError
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Change
+from fastloop.rungs.workers import Workers
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 WORKERS = {"workers": {"count": 2}}
@@ -255,3 +258,74 @@ def test_validation_loaders_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert same(plain, ours) and set(kinds) == {(DataLoader, 0)}
     assert sorted(ours.module.calls) == sorted(plain.module.calls)
     assert torch.equal(plain.trainer.callback_metrics["val_loss"], ours.trainer.callback_metrics["val_loss"])
+
+
+class Doubled:
+    """Stands in for a dataset, and counts what it is asked for."""
+
+    def __init__(self, inner: Any, factor: int) -> None:
+        self.inner, self.factor, self.asked, self.closed = inner, factor, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        x, y, number = self.inner[index]
+        return x, y, number * self.factor
+
+    def evidence(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Threads:
+    """Stands in for a loader: asks its batch sampler, and its dataset, itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.batches = loader, 0
+        self.seeds: list[int] = []
+
+    def load(self, seed: int) -> Any:
+        self.seeds.append(seed)
+        for indices in self.loader.batch_sampler:
+            self.batches += 1
+            yield self.loader.collate_fn([self.loader.dataset[index] for index in indices])
+
+    def evidence(self) -> dict[str, int]:
+        return {"batches": self.batches, "seeds": len(set(self.seeds))}
+
+
+class Wraps:
+    def __init__(self, factor: int, made: list[Any]) -> None:
+        self.factor, self.made = factor, made
+
+    def wrap(self, dataset: Any) -> Any:
+        self.made.append(Doubled(dataset, self.factor))
+        return self.made[-1]
+
+
+class Makes:
+    def make(self, loader: Any) -> Any:
+        return Threads(loader)
+
+
+def test_datasets_are_wrapped_in_order_and_an_engine_loads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    wants = {"dataset.cache": Wraps(2, made), "dataset.uint8": Wraps(-1, made), "loader.engine": Makes()}
+
+    def plan(_self: Workers, facts: Facts) -> Change:
+        waits = Change(waits_for="the train loader", may_want=tuple(wants))
+        return waits if facts.loader is None else Change(wants=wants)
+
+    monkeypatch.setattr(Workers, "plan", plan)
+    plain, ours = both({"workers": {}}, lambda: batches(12, 4, shuffle=True), max_epochs=2)
+    inner, outer = made
+    assert outer.inner is inner and inner.asked == outer.asked == 24
+    assert [[-2 * value for value in batch] for batch in plain.module.samples] == ours.module.samples
+    assert ours.loop is not None and ours.loop.measurement is not None
+    found = ours.loop.measurement.evidence["workers"]
+    assert found["asked"] == 24 and found["batches"] == 6 and found["seeds"] == 2
+    assert inner.closed == outer.closed == 1, "undone with the rest"

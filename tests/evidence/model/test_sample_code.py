@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
@@ -61,3 +63,21 @@ def test_globals_are_told_from_attributes() -> None:
 def test_what_methods_write_that_run_for_no_sample() -> None:
     assert list(list_writers(Data)) == [("switch", "mode"), ("switch", "table"), ("switch", "seen")]
     assert list(list_writers(TensorDataset)) == []
+
+
+def test_a_package_is_installed_wherever_its_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``pip install --target`` puts packages, and what describes them, into any folder."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "by_target").mkdir()
+    (tmp_path / "by_target" / "__init__.py").write_text("class Outer: ...\n")
+    (tmp_path / "by_target" / "inner.py").write_text("class Inner: ...\n")
+    (tmp_path / "by_target-1.0.dist-info").mkdir()
+    own = tmp_path / "scripts"
+    own.mkdir()
+    monkeypatch.syspath_prepend(str(own))
+    (own / "by_hand.py").write_text("class Own: ...\n")
+    import by_hand
+    import by_target.inner
+
+    assert is_installed(by_target.Outer) and is_installed(by_target.inner.Inner)
+    assert not is_installed(by_hand.Own)

@@ -1,0 +1,1 @@
+"""Datasets of image files, and what their transforms do."""
