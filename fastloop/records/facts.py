@@ -38,6 +38,8 @@ class LoaderFacts:
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    place_lost: str | None = None
+    """Why a run that is resumed in the middle of an epoch starts it anew; None where it goes on."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as far as code shows; empty: nothing does."""
     own_iterator: bool = False

@@ -20,6 +20,7 @@ from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches
 from fastloop.evidence.model import dataset as datasets
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -197,12 +198,14 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = ()) -> LoaderFacts:
+def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:
     """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only.
 
     Args:
         others: the module and the callbacks, whose hooks may look at the data.
+        ranks: processes that train.
     """
+    lost = explain_lost_place(loader, ranks)
     if not isinstance(loader, DataLoader):
         return LoaderFacts(
             kind=type(loader).__name__,
@@ -210,6 +213,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
             map_style=False,
             batches=length(loader),
             stateful=hasattr(loader, "state_dict"),
+            place_lost=lost,
         )
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
@@ -219,6 +223,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    hazards = between_batches.sampler_hazards(sampler, loader.dataset, others)
     kind, plain = type(loader), DataLoader
     return LoaderFacts(
         kind=type(loader).__name__,
@@ -234,7 +239,8 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
-        sampler_hazards=between_batches.sampler_hazards(sampler, loader.dataset, others),
+        sampler_hazards=hazards,
+        place_lost=lost or next(iter(hazards), None),
         may_change=between_batches.list_changers(loader.dataset, others),
         own_iterator=(kind.__iter__, kind._get_iterator) != (plain.__iter__, plain._get_iterator),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,

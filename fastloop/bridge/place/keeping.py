@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastloop.feeds.lazy_loader import bound_batches, clone
-from fastloop.feeds.place.draws import Draws, explain_lost_place
+from fastloop.feeds.place.draws import Draws
 from fastloop.feeds.place.kept_order import KeptOrder, Place
 
 
@@ -28,10 +28,12 @@ class PlaceKeeper:
         """Of the checkpoint that is resumed, until the loader has taken it up."""
         self._trainer: Any = None
         self._kept: KeptOrder | None = None
+        self._several = False
 
     def keep(self, trainer: Any, loader: Any) -> Any:
-        """A copy of a train loader whose order is kept; the loader itself where that cannot be."""
-        if hasattr(loader, "state_dict") or explain_lost_place(loader, trainer.world_size) is not None:
+        """A copy of a train loader whose order is kept; the loader itself where it keeps its own place, or several
+        count as one."""
+        if self._several or hasattr(loader, "state_dict"):
             return loader
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         inner, draws = bound_batches(loader) or getattr(loader, name), Draws(loader, trainer.world_size)
@@ -40,6 +42,7 @@ class PlaceKeeper:
 
     def give_up(self) -> None:
         """There are several train loaders, and Lightning counts the batches of all as one."""
+        self._several = True
         if self._kept is not None:
             self._kept = self.saved = None
             self.warn("with several train loaders, a run that is resumed in the middle of an epoch starts it anew")

@@ -63,7 +63,7 @@ class KeptOrder(StandIn):
             with self.draws.on_streams(streams) if streams else contextlib.nullcontext():
                 source = iter(self.inner) if source is None else source
                 batch = next(source, _END)
-            if place is not None and number == skipped or batch is _END and number < skipped:
+            if (place is not None and number == skipped) or (batch is _END and number < skipped):
                 self._check(place)
             if batch is _END:
                 return
