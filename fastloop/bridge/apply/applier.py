@@ -272,6 +272,7 @@ class Applier:
         self._undo_down_to(0)
         self._probes.clear()
         self._cleans.clear()
+        self.place.let_go()
         self.loaders = self.micro = self._site = None
 
     def end_rehearsal(self) -> None:

@@ -16,7 +16,7 @@ from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.place.kept_order import Place
-from fastloop.feeds.tried_workers import TriedWorkers
+from fastloop.feeds.tried_workers import TriedWorkers, end_workers
 from fastloop.feeds.window_batches import WindowDataset, collate_window
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Undo, changes_loader
@@ -208,6 +208,10 @@ class TrainLoaders:
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.find_original(loader) for loader in combined.flattened]
+        for changed, _ in self._originals.values():  # Lightning ends the workers of what it now holds
+            if (kept := getattr(changed, "_iterator", None)) is not None:
+                end_workers(kept)
+                changed._iterator = None
         # They know us too, and a circle would keep their workers alive until the garbage collector comes by.
         self._originals, self._before_reload = {}, {}
 

@@ -47,6 +47,10 @@ class PlaceKeeper:
             self._kept = self.saved = None
             self.warn("with several train loaders, a run that is resumed in the middle of an epoch starts it anew")
 
+    def let_go(self) -> None:
+        """The fit is over: hold nothing of it, for workers that are kept hold the sampler, and it us."""
+        self._trainer = self._kept = None
+
     def _take(self) -> Place | None:
         saved, self.saved = self.saved, None
         return saved
