@@ -172,7 +172,7 @@ class TrainLoaders:
 
     def train_start(self) -> None:
         """Optimizers, schedulers and restored counters are there."""
-        behind = self.place.train_start()
+        behind = self.place.train_start(1 if self._merge is None else self._merge.window)
         if self._merge is not None:
             self._merge.train_start(behind)
 

@@ -76,9 +76,13 @@ class PlaceKeeper:
 
     # -- out of a checkpoint ------------------------------------------------------------------------------------------
 
-    def train_start(self) -> int | None:
+    def train_start(self, window: int) -> int | None:
         """Lightning's counters are restored, and count batches of the user's loader. Returns how many of them the run
-        goes on behind; None where it begins an epoch, or does not know."""
+        goes on behind; None where it begins an epoch, or does not know.
+
+        Args:
+            window: batches that are going to be one of Lightning's.
+        """
         if self._kept is None:
             return None
         loop = self._trainer.fit_loop
@@ -94,13 +98,18 @@ class PlaceKeeper:
                     f" fastloop, behind {progress.current.processed} batches"
                 )
             return None
-        if self.saved["over"]:
-            return None
-        batches = self.saved["batches"]
-        if _find_resumed_at(loop.epoch_loop) != batches:
+        over, batches = self.saved["over"], self.saved["batches"]
+        if over:
+            batches = progress.current.processed
+        if _find_resumed_at(loop.epoch_loop) != batches or (batches % window and not over):
             back = progress.current.processed - batches
             for part in (progress.total, progress.current):
                 part.ready = part.started = part.processed = part.completed = part.processed - back
+            if hasattr(loop.epoch_loop, "update_restart_stage"):
+                loop.epoch_loop.update_restart_stage()
+        if over:
+            _leave_epoch(loop)
+            return None
         self.say(f"goes on behind batch {batches} of epoch {self._trainer.current_epoch}, in the order it had")
         return batches
 
@@ -112,6 +121,17 @@ def _is_over(progress: Any) -> bool:
 
 def _find_resumed_at(loop: Any) -> int:
     """Batches that Lightning will take for done once it has looked at what it restored."""
-    current = loop.batch_progress.current
-    at_end = current.ready == current.started == current.processed == current.completed + 1
-    return int(current.completed) + (at_end and hasattr(loop, "restarted_on_train_batch_end"))
+    return int(loop.batch_progress.current.completed) + getattr(loop, "restarted_on_train_batch_end", False)
+
+
+def _leave_epoch(loop: Any) -> None:
+    """Let Lightning begin the next epoch, where it does not by itself. Under ``max_steps`` it goes on in the one that
+    is over, trains one batch of a new iterator, and leaves the rest of it out (seen with 2.6.6)."""
+    current = loop.epoch_progress.current
+    if current.processed < current.ready or getattr(loop.epoch_loop, "restarted_on_train_batch_end", False):
+        return
+    if current.completed < current.processed:
+        loop.epoch_progress.increment_completed()
+    loop.epoch_loop.batch_progress.reset_on_run()
+    if hasattr(loop, "reset_restart_stage"):
+        loop.reset_restart_stage()

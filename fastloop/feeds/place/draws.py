@@ -73,6 +73,8 @@ class Draws:
         parts = dict(_list_parts(loader))
         known = all(_is_known(type(item)) for item in parts.values())
         shared = ranks == 1 or (known and any(isinstance(item, DistributedSampler) for item in parts.values()))
+        self._seeds_workers = None if loader.persistent_workers else loader.generator
+        """Draws a number for each epoch before the sampler does; workers that are kept have their seeds."""
         self._own = {path: item for path, item in parts.items() if shared and _is_source(item)}
         self._streams: dict[str, Any] = {"torch": torch.default_generator} if shared else {}
         if shared and not known:
@@ -90,8 +92,12 @@ class Draws:
         """What the order of the epoch that begins now is drawn from. Between epochs only what the next one takes over
         from the last: everybody's streams move on, and its number is told to it."""
         values = {path: getattr(item, name) for path, (item, name) in self._values.items()}
+        own = {path: _read_source(item) for path, item in self._own.items()}
+        for path, item in self._own.items():
+            if between_epochs and self._seeds_workers is not None and item is self._seeds_workers:
+                own[path] = _draw_seed(self._seeds_workers)
         return {
-            "own": {path: _read_source(item) for path, item in self._own.items()},
+            "own": own,
             "values": {
                 path: value
                 for path, value in values.items()
@@ -155,6 +161,13 @@ def _is_source(item: Any) -> bool:
     if isinstance(item, (torch.Generator, random.Random)):
         return True
     return type(item).__module__.startswith("numpy.random") and hasattr(item, "random")
+
+
+def _draw_seed(generator: torch.Generator) -> torch.Tensor:
+    """Its state once a loader has drawn the seed of an epoch's workers."""
+    ahead = torch.Generator().set_state(generator.get_state())
+    torch.empty((), dtype=torch.int64).random_(generator=ahead)
+    return ahead.get_state()
 
 
 def _read_source(source: Any) -> Any:
