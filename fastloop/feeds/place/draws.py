@@ -27,8 +27,8 @@ from fastloop.evidence.model.dataset import walk
 Order = dict[str, dict[str, Any]]
 """``own``: generators that the sampler holds; ``values``: its attributes; ``streams``: everybody's random streams.
 Each by the path or name of what it belongs to."""
-_KNOWN = ("torch.", "lightning.", "pytorch_lightning.", "numpy", "builtins", "fastloop.")
-"""Modules whose samplers draw from torch's generators only, and keep no state but ``seed`` and ``epoch``."""
+_KNOWN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "fastloop")
+"""Packages whose samplers draw from torch's generators only, and keep no state but ``seed`` and ``epoch``."""
 _SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -151,7 +151,7 @@ def _list_values(item: Any) -> list[str]:
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith(_KNOWN) or kind is random.Random
+    return kind.__module__.partition(".")[0] in _KNOWN or kind is random.Random
 
 
 # -- random sources: torch's generators, Python's, NumPy's -------------------------------------------------------------
