@@ -223,21 +223,15 @@ class FastLoop(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
             self._applier.clean_checkpoint(checkpoint)
+        # Not by a state_dict of ours: Lightning would refuse two FastLoops with a text of its own.
+        if (place := self._read_place()) is not None:
+            checkpoint["callbacks"][self.state_key] = {"place": place}
 
     @fail_open
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
             self._applier.scaler_state = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the training stands in its data, where a rung changes how that is loaded; else nothing."""
-        place = self._read_place()
-        return {} if place is None else {"place": place}
-
-    @fail_open
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._applier is not None:
-            self._applier.place.saved = state_dict.get("place")
+            self._applier.place.saved = checkpoint["callbacks"].get(self.state_key, {}).get("place")
 
     @fail_open
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -247,6 +241,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _read_place(self) -> Place | None:
+        """Where the training stands in its data; None where no rung changes how that is loaded."""
         return self._place if self._applier is None else self._applier.read_place()
 
     def stop_watching(self, why: str) -> None:

@@ -110,7 +110,10 @@ class PlaceKeeper:
         if over:
             _leave_epoch(loop)
             return None
-        self.say(f"goes on behind batch {batches} of epoch {self._trainer.current_epoch}, in the order it had")
+        self.say(
+            f"goes on behind batch {batches} of epoch {self._trainer.current_epoch}, in the order it had (Lightning's"
+            " warning that the dataloader is not resumable does not hold)"
+        )
         return batches
 
 
