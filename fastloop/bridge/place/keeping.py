@@ -25,7 +25,8 @@ class PlaceKeeper:
     def __init__(self, *, warn: Callable[[str], None], say: Callable[[str], None]) -> None:
         self.warn, self.say = warn, say
         self.saved: Place | None = None
-        """Of the checkpoint that is resumed, until the loader has taken it up."""
+        """Of the checkpoint that is resumed."""
+        self._is_taken = False
         self._trainer: Any = None
         self._kept: KeptOrder | None = None
         self._several = False
@@ -52,7 +53,9 @@ class PlaceKeeper:
         self._trainer = self._kept = None
 
     def _take(self) -> Place | None:
-        saved, self.saved = self.saved, None
+        """For the first epoch that is drawn: before `train_start` where Lightning looks ahead itself."""
+        saved = None if self._is_taken else self.saved
+        self._is_taken = True
         return saved
 
     # -- into a checkpoint --------------------------------------------------------------------------------------------

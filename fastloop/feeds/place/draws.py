@@ -72,6 +72,8 @@ class Draws:
     def __init__(self, loader: DataLoader[Any], ranks: int) -> None:
         parts = dict(_list_parts(loader))
         known = all(_is_known(type(item)) for item in parts.values())
+        self.draws_at_once = known
+        """All that is drawn from everybody's streams is drawn with an epoch's first batch."""
         shared = ranks == 1 or (known and any(isinstance(item, DistributedSampler) for item in parts.values()))
         self._seeds_workers = None if loader.persistent_workers else loader.generator
         """Draws a number for each epoch before the sampler does; workers that are kept have their seeds."""

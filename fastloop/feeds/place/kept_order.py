@@ -31,7 +31,8 @@ class Place(TypedDict):
 class KeptOrder(StandIn):
     """Stands in for a loader's batch sampler, or for its sampler where that makes no batches.
 
-    Skips by index: no sample is loaded. Nothing is drawn before the first index is asked for.
+    Skips by index: no sample is loaded. Nothing is drawn before the first index is asked for. An epoch is to be drawn
+    once, and not before the one before it is done.
 
     Args:
         inner: the user's.
@@ -60,7 +61,8 @@ class KeptOrder(StandIn):
         self._digests = array("L", [0])
         skipped = 0 if place is None else place["batches"]
         for number in count():
-            with self.draws.on_streams(streams) if streams else contextlib.nullcontext():
+            draws = streams and (number == 0 or not self.draws.draws_at_once)
+            with self.draws.on_streams(streams) if draws else contextlib.nullcontext():
                 source = iter(self.inner) if source is None else source
                 batch = next(source, _END)
             if (place is not None and number == skipped) or (batch is _END and number < skipped):

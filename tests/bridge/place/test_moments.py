@@ -10,10 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tests import models
 from tests.bridge.place.resumed import BATCH, SAMPLES, Recorded, fit, place, shuffled
-from tests.runs import batches, feed_on_cpu, watching
+from tests.runs import batches, feed_on_cpu, numbered, watching
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 FEED = {"prefetch": {"depth": 2}}
@@ -204,6 +205,36 @@ def test_validation_in_mid_epoch(tmp_path: Path) -> None:
     whole, _ = fit(FEED, shuffled(), seed=5, module=seeded(Validates), callbacks=(saves,), **settings)
     resumed, _ = fit(WORKERS, shuffled(), seed=6, module=seeded(Validates), ckpt=tmp_path / "step=3.ckpt", **settings)
     assert resumed.trained == whole.trained[3:]
+
+
+class Endless(torch.utils.data.Sampler[Any]):
+    """A batch sampler that does not say how many it has, so that Lightning itself looks a batch ahead."""
+
+    def __iter__(self) -> Any:
+        yield from torch.randperm(SAMPLES).view(-1, 6).tolist()
+
+
+@pytest.mark.parametrize("rungs", [FEED, {"workers": {"count": 2}, **FEED}], ids=["feed", "workers"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(numbered(SAMPLES), batch_sampler=Endless()),
+        lambda: DataLoader(
+            numbered(SAMPLES),
+            batch_size=None,
+            sampler=BatchSampler(RandomSampler(numbered(SAMPLES)), batch_size=6, drop_last=False),
+        ),
+        lambda: DataLoader(numbered(SAMPLES), 6, shuffle=True, num_workers=2, persistent_workers=True),
+    ],
+    ids=["without length", "unbatched", "workers of the user's"],
+)
+def test_other_loaders(tmp_path: Path, rungs: Any, make: Any) -> None:
+    whole, _ = fit(rungs, make(), seed=5, save=tmp_path)
+    for step in (4, 13):
+        resumed, _ = fit(FEED, make(), seed=6, ckpt=tmp_path / f"step={step}.ckpt")
+        epoch = step // 10
+        assert resumed.drawn(epoch) == whole.drawn(epoch)[step % 10 * 6 :]
+        assert all(sorted(resumed.drawn(later)) == ALL for later in range(epoch + 1, 2))
 
 
 def test_an_epoch_that_was_stopped_early_is_over(tmp_path: Path) -> None:
