@@ -20,6 +20,7 @@ from fastloop.rungs.batch import Batch
 from fastloop.rungs.compile import Compile
 from fastloop.rungs.fused import Fused
 from fastloop.rungs.layout import Layout
+from fastloop.rungs.nodes import Nodes
 from fastloop.rungs.overlap import Overlap
 from fastloop.rungs.pin import Pin
 from fastloop.rungs.prefetch import Prefetch
@@ -43,9 +44,10 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("dali", "nodes", "cache", "attention", "loss", "host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("dali", "cache", "attention", "loss", "host", "gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
+    nodes: Nodes = Nodes()
     workers: Workers = Workers()
     pin: Pin = Pin()
     prefetch: Prefetch = Prefetch()

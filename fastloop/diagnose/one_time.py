@@ -7,14 +7,13 @@ other, would praise a run that has got slower.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
 from fastloop.diagnose.finding import bound_gain_pct
 from fastloop.diagnose.remedies import Rungs
-from fastloop.records.measurement import AUTOTUNE, COMPILE, GAPS, VALIDATION_COMPILE, Measurement
+from fastloop.records.measurement import AUTOTUNE, COMPILE, VALIDATION_COMPILE, Measurement
 from fastloop.records.plan import Finding, Rehearsed, Verdict
 from fastloop.records.readings import micro_batches, read_step_ms, to_number
 
@@ -24,11 +23,11 @@ STORM_STEPS = 6
 """Steps with a compile from which on it is not a matter of the first steps, the first validation and a last batch."""
 STORM_PCT = 10.0
 """Share of the fit that such compiles must have taken to be named."""
-SLOWER = {"eager_steps": 1.05, "rehearsal": 1.5}
-"""Times the reference beyond which the whole interval must lie. A rehearsal is of the modules alone, while a
-training_step also computes losses and metrics."""
+SLOWER = 1.5
+"""Times the rehearsal, beyond which the whole interval must lie. It is of the modules alone, while a training_step also
+computes losses and metrics."""
 FEWEST = 5
-"""Steps, of each kind, without which nothing is compared."""
+"""Steps without which nothing is compared."""
 
 
 def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Finding | None:
@@ -64,93 +63,87 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
     )
 
 
-# -- slower than the run's own eager steps, or than the rehearsal's ----------------------------------------------------
+# -- slower than without, in the run's own steps, or than the rehearsal ------------------------------------------------
 
 
-class Times(NamedTuple):
-    """Milliseconds of steps, or of what a rehearsal runs: the mean, its standard error, and how many."""
+class Slowdown(NamedTuple):
+    """Slower with rungs than without, in milliseconds, and how it is said."""
 
-    mean_ms: float
-    error_ms: float
-    n: int
+    with_ms: float
+    more_ms: float
+    rungs: list[str]
+    facts: str
 
 
 def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | None:
-    """The rung with which the steady steps are slower than without, beyond noise; None where none is, or it is unknown.
+    """The rung with which the run is slower than without, beyond noise; None where none is, or it is unknown.
 
-    The reference are the run's own steps before its rungs were switched on, ``evidence["eager_steps"]["step_ms"]``, a
-    list without one-time costs; else the rehearsal's time of the user's modules, against forward and backward.
+    Batches that ran with rungs and without in turn say so, ``evidence["second_look"]``, where the run looked; else the
+    rehearsal's time of the user's modules, against forward and backward of the steady steps.
     """
     active = [verdict for verdict in verdicts if verdict.took]
-    compared = _compare_steps(seen) or _compare_rehearsal(seen, active)
-    if not active or compared is None:
+    looked = seen.evidence.get("second_look") or {}
+    looked_at = [verdict.rung for verdict in active if verdict.rung in (looked.get("rungs") or ())]
+    found = _read_look(looked, looked_at) if looked_at else _compare_rehearsal(seen, active)
+    if found is None:
         return None
-    now, eager, words = compared
-    df = min(now.n, eager.n if eager.n > 1 else now.n) - 1
-    half = _t95(df) * math.hypot(now.error_ms, eager.error_ms)
-    more = now.mean_ms - eager.mean_ms
-    if more - half <= (SLOWER[words] - 1) * eager.mean_ms:
-        return None
-    rungs = _blame(seen, active)
-    name = " or ".join(rungs)
-    what, reference = {
-        "eager_steps": ("steps take", f"the run's own {eager.n} steps without rungs took"),
-        "rehearsal": ("forward and backward take", "without rungs the rehearsed batch took"),
-    }[words]
-    facts = (
-        f"{what} {now.mean_ms:.1f} ms with {name}, {reference} {eager.mean_ms:.1f} ms"
-        f" (n = {now.n}, slower by {more - half:.1f} to {more + half:.1f} ms, 95 %)"
-    )
-    gain = bound_gain_pct(100 * (more / now.mean_ms))
+    name, facts = " or ".join(found.rungs), found.facts
+    share = 100 * found.more_ms / found.with_ms
     return Finding(
         bottleneck="compute_bound",
-        share_pct=100 * more / now.mean_ms,
+        share_pct=share,
         why=f"{facts}; switch {name} off",
-        patch={"rungs": {rung: {"enabled": False} for rung in rungs[:1]}},
-        ceiling_gain_pct=gain,
-        title=f"SLOWER WITH {rungs[0].upper()}",
+        patch={"rungs": {rung: {"enabled": False} for rung in found.rungs[:1]}},
+        ceiling_gain_pct=bound_gain_pct(share),
+        title=f"SLOWER WITH {found.rungs[0].upper()}",
         alarm=facts,
     )
 
 
-def _compare_steps(seen: Measurement) -> tuple[Times, Times, str] | None:
-    """The window's steps beside the run's own eager ones."""
-    found = (seen.evidence.get("eager_steps") or {}).get("step_ms") or ()
-    eager = [ms for each in found if (ms := to_number(each))]
-    now = _read_steady(seen)
-    if now is None or len(eager) < FEWEST:
+def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
+    """What batches with and without these rungs showed; the margin is the one by which a rung is switched off."""
+    keys = ("with_ms", "without_ms", "low_ms", "high_ms", "n")
+    with_ms, without_ms, low_ms, high_ms, n = (to_number(looked.get(key)) for key in keys)
+    if with_ms is None or without_ms is None or low_ms is None or high_ms is None or n is None:
         return None
-    error = statistics.stdev(eager) / math.sqrt(len(eager))
-    return now, Times(statistics.mean(eager), error, len(eager)), "eager_steps"
+    if not looked.get("is_slower"):
+        return None
+    facts = (
+        f"forward and backward take {with_ms:.1f} ms with {' or '.join(rungs)}, {without_ms:.1f} ms without"
+        f" (n = {n:.0f} each, slower by {low_ms:.1f} to {high_ms:.1f} ms, 95 %)"
+    )
+    return Slowdown(with_ms, with_ms - without_ms, rungs, facts)
 
 
-def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> tuple[Times, Times, str] | None:
+def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown | None:
     """Forward and backward of a batch beside what the same modules took eager; both of the step's own spread.
 
     Where batches differ in size, the quickest tenth of the steps must be slower too: the rehearsed one may be small.
     """
     tried = [verdict.rehearsed for verdict in active if verdict.rehearsed and verdict.rehearsed.of_batch]
-    eager = [ms for each in tried if (ms := to_number(each.eager_ms))]
+    eager = max([ms for each in tried if (ms := to_number(each.eager_ms))], default=None)
     parts = [to_number(seen.parts_ms.get(part)) for part in ("forward", "backward")]
-    now, mean, quickest = _read_steady(seen), read_step_ms(seen), to_number(seen.step_ms.get("p10"))
-    if not eager or now is None or mean is None or quickest is None or parts[0] is None or parts[1] is None:
+    error_ms, mean, quickest = _read_error_ms(seen), read_step_ms(seen), to_number(seen.step_ms.get("p10"))
+    if not eager or error_ms is None or mean is None or quickest is None or parts[0] is None or parts[1] is None:
         return None
-    batch_ms, scale = (parts[0] + parts[1]) / micro_batches(seen), 1 / micro_batches(seen)
-    if batch_ms * quickest / mean <= max(eager):
+    batch_ms, n = (parts[0] + parts[1]) / micro_batches(seen), seen.steps
+    half, more = _t95(n - 1) * error_ms / micro_batches(seen), batch_ms - eager
+    if batch_ms * quickest / mean <= eager or more - half <= (SLOWER - 1) * eager:
         return None
-    return Times(batch_ms, now.error_ms * scale, now.n), Times(max(eager), 0.0, 1), "rehearsal"
+    rungs = _blame(seen, active)
+    facts = (
+        f"forward and backward take {batch_ms:.1f} ms with {' or '.join(rungs)}, without rungs the rehearsed batch took"
+        f" {eager:.1f} ms (n = {n}, slower by {more - half:.1f} to {more + half:.1f} ms, 95 %)"
+    )
+    return Slowdown(batch_ms, more, rungs, facts)
 
 
-def _read_steady(seen: Measurement) -> Times | None:
-    """The window's steps without what comes now and then; their spread by deciles, which single pauses do not move."""
-    mean = read_step_ms(seen)
+def _read_error_ms(seen: Measurement) -> float | None:
+    """Standard error of the window's steps, of their deciles, which single pauses do not move."""
     low, high = (to_number(seen.step_ms.get(name)) for name in ("p10", "p90"))
-    if mean is None or low is None or high is None or seen.steps < FEWEST:
+    if low is None or high is None or seen.steps < FEWEST:
         return None
-    rare = sum(to_number(seen.parts_ms.get(part)) or 0.0 for part in GAPS)
-    pauses = to_number((seen.evidence.get("pauses") or {}).get("ms_per_step")) or 0.0
-    deviation = (high - low) / (2 * 1.2816)
-    return Times(max(0.0, mean - max(rare, pauses)), deviation / math.sqrt(seen.steps), seen.steps)
+    return (high - low) / (2 * 1.2816) / math.sqrt(seen.steps)
 
 
 def _blame(seen: Measurement, active: Sequence[Verdict]) -> list[str]:

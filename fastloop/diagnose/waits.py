@@ -11,6 +11,7 @@ from fastloop.records.readings import (
     CPU_WORTH_PCT,
     HAND_OVER_MS,
     compute_gain_pct,
+    describe_decoding,
     is_worth_handing_over,
     loader,
     read_batch_ms,
@@ -29,6 +30,8 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     if cost is None:
         return None
     idle = f"the {step.device} had nothing to do for {cost.time}: the next batch was not there"
+    if (decoding := describe_decoding(step.measured)) is not None:
+        idle += f" ({decoding})"
     instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
     return cost.explain(idle, rungs.choose(step.measured, "data_wait", instead))
 

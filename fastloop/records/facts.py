@@ -40,6 +40,8 @@ class LoaderFacts:
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
     place_lost: str | None = None
     """Why a run that is resumed in the middle of an epoch starts it anew; None where it goes on."""
+    thread_hazards: tuple[str, ...] = ()
+    """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as far as code shows; empty: nothing does."""
     own_iterator: bool = False
@@ -48,6 +50,10 @@ class LoaderFacts:
     """Attribute path of what cannot travel to a spawned worker."""
     sample_bytes: int | None = None
     """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
+    long_lists: tuple[str, ...] = ()
+    """Containers in the dataset of which each forked worker would get a copy by and by."""
+    packable: int = 0
+    """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
     images: ImageFacts | str = "the dataset was not looked at"
     """What happens to each file of a dataset of images; or why it is none."""
     engine: str | None = None

@@ -172,6 +172,12 @@ def read_batch_ms(seen: Measurement) -> float | None:
     return None if spent is None else spent / micro_batches(seen)
 
 
+def describe_decoding(seen: Measurement) -> str | None:
+    """What making an image of a file costs; None where the samples are no image files, or nobody measured it."""
+    decode_ms = to_number(loader(seen).get("decode_ms"))
+    return None if decode_ms is None else f"decoding takes {decode_ms:.1f} ms an image on one core"
+
+
 def is_worth_handing_over(seen: Measurement) -> bool:
     """Whether making a batch takes longer than taking it from a worker process would, as far as is known."""
     made = read_batch_ms(seen)

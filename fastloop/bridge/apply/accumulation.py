@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.apply.site import attribute
-from fastloop.bridge.apply.untouched import untouched
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient

@@ -15,7 +15,8 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
-from fastloop.bridge.apply.rehearsal import Hands, Rehearsal, Terms
+from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms
+from fastloop.bridge.apply.rehearse.second_look import SecondLook
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
@@ -28,6 +29,8 @@ from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
 
+IN_STEPS = "second_look"
+"""Among the evidence: batches with rungs and without, where somebody had to look."""
 MOST_BATCHES = 16
 """Batches before the rehearsal whose sizes are compared with the first one's."""
 
@@ -60,6 +63,9 @@ class Applier:
         self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
         self.rehearsal: Rehearsal | None = None
         """Still to come, or going on."""
+        self.look: SecondLook | None = None
+        """At the rungs that it kept; while it goes on."""
+        self._seen_in_steps: Mapping[str, Any] = {}
         self._first_sizes: Sizes = {}
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
@@ -175,8 +181,11 @@ class Applier:
             self._first_sizes = read_sizes([batch], {})
 
     def rehearse(self, batch: Any) -> None:
-        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done."""
+        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done. Later,
+        look at those that stay once more."""
         rehearsal, site = self.rehearsal, self._site
+        if self.look is not None and site is not None:
+            self._look_again(self.look, site, batch)
         if rehearsal is None or site is None:
             return
         if len(site.changed_sizes) < MOST_BATCHES:
@@ -200,6 +209,33 @@ class Applier:
         self._late_conversions = [each for each in site.staging.conversions if each not in conversions]
         for outcome in outcomes:
             self._settle(outcome)
+        hands = dataclasses.replace(rehearsal.hands, unapply=self._pause_step)
+        self.look = SecondLook.after(rehearsal, outcomes, hands, self._first_sizes)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether `rehearse` has something to do before the next batch."""
+        return self.rehearsal is not None or self.look is not None
+
+    def _look_again(self, look: SecondLook, site: LiveSite, batch: Any) -> None:
+        conversions = list(site.staging.conversions)
+        try:
+            if not look.batch_starts(batch):
+                return
+            outcomes = look.dropped
+        except Exception as error:  # ours, as above
+            let_through(error)
+            why = f"switching it in training failed: {_describe(error)}"
+            outcomes = [Outcome(rung=step.rung, fault=why, is_lasting=False) for step in look.steps]
+            for step in look.steps:
+                self._unapply_step(step)
+        finally:
+            self._late_conversions += [each for each in site.staging.conversions if each not in conversions]
+        self.look, self._seen_in_steps = None, look.seen
+        for outcome in outcomes:
+            self._evidence.pop(outcome.rung, None)
+            self._settle(outcome)
+            self.warn(f"{outcome.rung} is off from here on: {outcome.fault}")
 
     def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """A batch goes to the device; one that a feed brought there is not moved again."""
@@ -221,6 +257,8 @@ class Applier:
         step = site.take_notes(step)
         if self.rehearsal is not None:
             self.rehearsal.note_batch(args)
+        if self.look is not None:
+            self.look.forward_starts()
         if self._late_conversions and args:
             for convert in self._late_conversions:
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
@@ -234,6 +272,11 @@ class Applier:
         """Lightning is about to run the backward of a batch."""
         if self.micro is not None:
             self.micro.before_backward()
+
+    def after_backward(self) -> None:
+        """Lightning has run a backward."""
+        if self.look is not None:
+            self.look.backward_ends()
 
     # -- evidence and undo ----------------------------------------------------------------------------------------
 
@@ -253,6 +296,8 @@ class Applier:
                 let_through(error)
                 found = {"unreadable": _describe(error)}
             self._evidence.setdefault(rung, {}).update(found)
+        if self._seen_in_steps:
+            return {**self._evidence, IN_STEPS: self._seen_in_steps}
         return self._evidence
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -280,6 +325,7 @@ class Applier:
         if self.rehearsal is not None:
             self.rehearsal.stop_recording()
             self.rehearsal = None
+        self.look = None
         never = "training ended before it could be tried on the calls of the first step"
         self.refused.update(dict.fromkeys(self._held, never))
         self.plan = Plan(
@@ -355,6 +401,12 @@ class Applier:
         self._evidence.pop(step.rung, None)
         for undo in reversed(mine):
             self._undo_one(step.rung, undo)
+
+    def _pause_step(self, step: Step) -> None:
+        """Undo a rung that may come back, and keep what is known of it."""
+        known = self.evidence().get(step.rung, {})
+        self._unapply_step(step)
+        self._evidence[step.rung] = dict(known)
 
     def _settle(self, outcome: Outcome) -> None:
         """Write what came of a rung's rehearsal into the plan."""

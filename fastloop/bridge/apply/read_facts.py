@@ -17,9 +17,10 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
 from fastloop.evidence import machine
-from fastloop.evidence.model import between_batches
+from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.packed_list import count_packable
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.records.facts import Facts, LoaderFacts
 
@@ -241,10 +242,16 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
         sampler_hazards=hazards,
         place_lost=lost or next(iter(hazards), None),
+        thread_hazards=(
+            *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),
+            *between_batches.list_holders(loader.dataset, others, between=True),
+        ),
         may_change=between_batches.list_changers(loader.dataset, others),
         own_iterator=(kind.__iter__, kind._get_iterator) != (plain.__iter__, plain._get_iterator),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         unpicklable=unpicklable,
+        long_lists=datasets.list_long(loader.dataset),
+        packable=count_packable(loader.dataset),
         images=read_images(loader.dataset),
     )
 

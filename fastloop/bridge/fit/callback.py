@@ -14,7 +14,7 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
-from fastloop.bridge.apply.rehearsal import Terms
+from fastloop.bridge.apply.rehearse.rehearsal import Terms
 from fastloop.bridge.fail_open import disabled, fail_open, hint
 from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
@@ -154,7 +154,7 @@ class FastLoop(Callback):
         if self._applier is not None:
             self._applier.train_start(self._count_play)
             self.plan = self._applier.plan
-            self._switch_hook("on_train_batch_start", self._applier.rehearsal is not None)
+            self._switch_hook("on_train_batch_start", self._applier.is_trying)
         if self._eyes is not None:
             self._restore += self._eyes.train_start(trainer, pl_module)
 
@@ -163,7 +163,7 @@ class FastLoop(Callback):
         if self._applier is not None:
             self._applier.rehearse(batch)
             self.plan = self._applier.plan
-        self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.rehearsal is not None)
+        self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.is_trying)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -323,6 +323,7 @@ class FastLoop(Callback):
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._collect_evidence(trainer)
+        evidence["loader"] = {**evidence["loader"], **loader_state.measure_decode(trainer)}
         if self._applier is not None:
             self._applier.end_rehearsal()
             self.plan = self._applier.plan

@@ -57,7 +57,10 @@ def mixin(space: str) -> type:
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self.fastloop is not None:
                 self.fastloop.before_backward()
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            if self.fastloop is not None:
+                self.fastloop.after_backward()
+            return loss
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.

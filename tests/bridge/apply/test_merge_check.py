@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply import accumulation
-from fastloop.bridge.apply.recorded_calls import CallRecorder
+from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
 from tests.runs import Net, Run, batches, both, distance, run
 

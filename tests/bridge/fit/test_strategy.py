@@ -77,7 +77,7 @@ def test_calls_reach_the_applier_in_lightnings_order(named: bool) -> None:
     module.load_state_dict(plain.state_dict())
     vars(made.strategy)["fastloop"] = note
     made.fit(module, loader(16))
-    once = ["to_device", "training_step", "before_backward"]
+    once = ["to_device", "training_step", "before_backward", "after_backward"]
     assert note.calls == ["model_built", "loader", *once, *once]
     trainer().fit(plain, loader(16))
     assert module.losses == plain.losses

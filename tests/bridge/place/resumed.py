@@ -72,11 +72,12 @@ def fit(
         module = Recorded()
     if save is not None:
         callbacks = (*callbacks, ModelCheckpoint(save, every_n_train_steps=1, save_top_k=-1, filename="{step}"))
+    saves = any(isinstance(each, L.pytorch.callbacks.Checkpoint) for each in callbacks)
     if loop is None and rungs is not None:
         loop = watching(rungs)
     if loop is not None:
         callbacks = (*callbacks, loop)
-    settings = {"max_epochs": 2, "enable_checkpointing": save is not None, **settings}
+    settings = {"max_epochs": 2, "enable_checkpointing": saves, **settings}
     trainer = models.trainer(callbacks=list(callbacks), **settings)
     torch.manual_seed(seed)
     trainer.fit(module, train, ckpt_path=ckpt, **(models.WEIGHTS_ONLY if ckpt else {}))

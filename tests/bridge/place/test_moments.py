@@ -45,7 +45,7 @@ def test_what_was_on_its_way_is_not_done(
     module.raises_at = (1, fails_at)
     saves = OnExceptionCheckpoint(str(tmp_path), "failed")
     with pytest.raises(RuntimeError, match="planted"):
-        fit(rungs, shuffled(), seed=5, module=module, callbacks=(saves,), enable_checkpointing=True, **settings)
+        fit(rungs, shuffled(), seed=5, module=module, callbacks=(saves,), **settings)
     assert place(tmp_path / "failed.ckpt")["batches"] == behind
     resumed, trainer = fit(FEED, shuffled(), seed=6, ckpt=tmp_path / "failed.ckpt", **settings)
     assert resumed.trained == [each for each in whole.trained if each[0] == 1][behind:]
@@ -66,7 +66,6 @@ def test_a_window_is_lost_without_it(tmp_path: Path) -> None:
             module=module,
             callbacks=(saves,),
             accumulate_grad_batches=3,
-            enable_checkpointing=True,
         )
     resumed, _ = fit(None, batches(SAMPLES), seed=5, ckpt=tmp_path / "failed.ckpt", accumulate_grad_batches=3)
     assert len([each for each in resumed.trained if each[0] == 0]) == 4  # five are missing in the weights
@@ -134,7 +133,7 @@ def test_the_end_of_an_epoch(tmp_path: Path, rungs: Any, when: str) -> None:
         def val_dataloader(self) -> Any:
             return batches(8)
 
-    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "enable_checkpointing": True}
+    settings: dict[str, Any] = {"accumulate_grad_batches": 3}
     fit(rungs, shuffled(), seed=5, module=seeded(Validates), callbacks=(saves,), max_epochs=3, **settings)
     for epoch in (0, 1):
         ckpt = tmp_path / f"epoch={epoch}.ckpt"
@@ -167,8 +166,7 @@ def test_the_end_of_an_epoch_counted_in_steps(tmp_path: Path, rungs: Any, when: 
     saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=when == "epoch", save_top_k=-1)
     settings: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 9, "max_epochs": -1}
     kind = Validates if when == "validation" else Recorded
-    more = {"callbacks": (saves,), "enable_checkpointing": True}
-    whole, _ = fit(rungs, shuffled(3), seed=5, module=seeded(kind), **settings, **more)
+    whole, _ = fit(rungs, shuffled(3), seed=5, module=seeded(kind), callbacks=(saves,), **settings)
     for epoch in (0, 1):
         ckpt = tmp_path / f"epoch={epoch}.ckpt"
         resumed, trainer = fit(rungs, shuffled(4), seed=6, module=seeded(kind), ckpt=ckpt, **settings)
@@ -201,7 +199,7 @@ def test_validation_in_mid_epoch(tmp_path: Path) -> None:
             return batches(8)
 
     saves = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1, filename="{step}")
-    settings: dict[str, Any] = {"val_check_interval": 3, "enable_checkpointing": True, "max_epochs": 1}
+    settings: dict[str, Any] = {"val_check_interval": 3, "max_epochs": 1}
     whole, _ = fit(FEED, shuffled(), seed=5, module=seeded(Validates), callbacks=(saves,), **settings)
     resumed, _ = fit(WORKERS, shuffled(), seed=6, module=seeded(Validates), ckpt=tmp_path / "step=3.ckpt", **settings)
     assert resumed.trained == whole.trained[3:]

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastloop import FastLoop
-from fastloop.bridge.apply.rehearsal import Rehearsal
+from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.records.measurement import Measurement

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastloop.bridge.apply.optimizer_twins import step_twins
 from fastloop.bridge.apply.read_precision import find_precision
-from fastloop.bridge.apply.recorded_calls import CallRecorder, Played, Player, measure_deviation
-from fastloop.bridge.apply.remembered import Remembered
+from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
+from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, Player, measure_deviation
+from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
@@ -157,7 +157,7 @@ class Rehearsal:
                         self._play_without_dropout()
             except Exception as error:
                 problem = f"its calls cannot be played again: {_explain(error)}"
-        problems, times_ms = zip(*self._gather((problem, self._base_ms)), strict=True)
+        problems, times_ms = zip(*gather(self.site.trainer, (problem, self._base_ms)), strict=True)
         self._base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
 
@@ -167,7 +167,7 @@ class Rehearsal:
         left_s = [each.time_remaining() for each in timers]
         steps = [int(1e3 * each / self._step_ms) for each in left_s if each is not None and self._step_ms]
         fewest = min([*steps, *([] if self.terms.steps_left is None else [self.terms.steps_left])], default=None)
-        every = [each for each in self._gather(fewest) if each is not None]
+        every = [each for each in gather(self.site.trainer, fewest) if each is not None]
         self.terms = replace(self.terms, steps_left=min(every, default=None))
 
     def _play_without_dropout(self) -> None:
@@ -179,7 +179,7 @@ class Rehearsal:
             if step.rung in self.terms.by_ladder:
                 return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
             return self._apply_untried(step)
-        fault = next((each for each in self._gather(self._refuse(step)) if each is not None), None)
+        fault = next((each for each in gather(self.site.trainer, self._refuse(step)) if each is not None), None)
         if fault is not None:
             return Outcome(rung=step.rung, fault=fault, is_lasting=False)
         outcome = self._agree(step, self._try_here(step, before))
@@ -378,7 +378,7 @@ class Rehearsal:
 
     def _agree(self, step: Step, mine: Outcome) -> Outcome:
         """The answer of all ranks: what fails on one is taken away on all, and times are those of the slowest."""
-        every = self._gather(mine)
+        every = gather(self.site.trainer, mine)
         failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)
         if failed is None:
             times = [each.rehearsed.changed_ms for each in every if each.rehearsed and each.rehearsed.changed_ms]
@@ -389,13 +389,6 @@ class Rehearsal:
         theirs = every[failed]
         where = f"on rank {failed}: " if len(every) > 1 else ""
         return replace(mine, fault=f"{where}{theirs.fault}", is_lasting=theirs.is_lasting)
-
-    def _gather(self, mine: Answer) -> list[Answer]:
-        if self.site.trainer.world_size == 1:
-            return [mine]
-        every: list[Any] = [None] * self.site.trainer.world_size
-        torch.distributed.all_gather_object(every, mine)
-        return every
 
     @contextlib.contextmanager
     def _surround(self) -> Iterator[None]:
@@ -428,6 +421,15 @@ class Rehearsal:
                 why=_explain(error),
                 do=f"write rungs.{step.rung}.enabled: false",
             ) from error
+
+
+def gather(trainer: Any, mine: Answer) -> list[Answer]:
+    """What all ranks say, in their order: a collective, where there are several."""
+    if trainer.world_size == 1:
+        return [mine]
+    every: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(every, mine)
+    return every
 
 
 def _is_costly(step: Step) -> bool:

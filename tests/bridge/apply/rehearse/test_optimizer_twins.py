@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply import optimizer_twins
-from fastloop.bridge.apply.optimizer_twins import make_twin, step_twins
+from fastloop.bridge.apply.rehearse import optimizer_twins
+from fastloop.bridge.apply.rehearse.optimizer_twins import make_twin, step_twins
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from fastloop.bridge.apply.untouched import untouched
+from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
 from fastloop.judge.rehearsal import Deviation

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fastloop.bridge.apply.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 
 WORDS = {"cause": "the rehearsal of amp", "do": "write rungs.amp.enabled: false"}
 
@@ -51,7 +51,7 @@ def test_the_users_own_alarm_still_comes() -> None:
 def test_what_does_not_hear_is_ended_with_its_cause() -> None:
     code = (
         "import signal, time\n"
-        "from fastloop.bridge.apply import time_limit\n"
+        "from fastloop.bridge.apply.rehearse import time_limit\n"
         "time_limit.GRACE_S = 0.5\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\n"
         "with time_limit.limited(0.2, cause='the rehearsal of amp', do='write rungs.amp.enabled: false'):\n"
@@ -64,7 +64,7 @@ def test_what_does_not_hear_is_ended_with_its_cause() -> None:
 
 
 def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastloop.bridge.apply.time_limit.SILENT_S", 0.05)
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit.SILENT_S", 0.05)
     said: list[str] = []
     with announced("trying amp", said.append):
         deadline = time.monotonic() + 20
@@ -72,7 +72,7 @@ def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.01)
     assert said == ["trying amp (0 s so far)"]
     said.clear()
-    monkeypatch.setattr("fastloop.bridge.apply.time_limit.SILENT_S", 60.0)
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit.SILENT_S", 60.0)
     with announced("trying amp", said.append):
         pass
     assert not said

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.recorded_calls import Played
+from fastloop.bridge.apply.rehearse.recorded_calls import Played
 
 MOST_BYTES = 256 * 2**20
 """Of the copied parameters of one optimizer: the largest ones that fit."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
-from fastloop.bridge.apply import recorded_calls, rehearsal
+from fastloop.bridge.apply.rehearse import recorded_calls, rehearsal
 from fastloop.errors import ConfigError
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp

@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 
-from fastloop.bridge.apply import untouched as module_under_test
-from fastloop.bridge.apply.untouched import untouched
+from fastloop.bridge.apply.rehearse import untouched as module_under_test
+from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable
 
 

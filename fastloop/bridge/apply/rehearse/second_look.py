@@ -1,0 +1,233 @@
+"""A second look, in real steps, at rungs that the rehearsal kept.
+
+A rehearsal plays one batch, and knows nothing of what the next ones bring: kernels that are planned anew for each new
+shape, say. So the first batches after it are timed. Where they take clearly longer than it promised, a few run without
+the rungs and a few with them, in turn, and a rung that makes them slower is found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms, gather
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.feeds.call_shapes import Sizes, read_sizes
+from fastloop.judge import second_look as judge
+from fastloop.judge.rehearsal import Outcome
+from fastloop.judge.second_look import Comparison, Timed
+from fastloop.records.plan import Rehearsed, Step
+
+SETTLING, WATCHED = 2, 8
+"""Batches after the rehearsal that are let go by, and then those that are held against it."""
+BLOCK, ROUNDS = 4, 2
+"""Batches without rungs, then as many with them, and how often; one more before each, as a change has its cost."""
+COMPILED = "_compiled_call_impl"
+"""Where torch's modules hold what runs in place of their own call."""
+FEWEST_STEPS_LEFT = 40
+"""Optimizer steps for each rung without which there is no second look."""
+ROOM = 1.2
+"""Times the memory that was in use at most, that must be there before rungs which may save some are switched off."""
+
+Batches = Generator[None, None, None]
+"""Goes on at the start of each batch."""
+
+
+class SecondLook:
+    """The second look of one fit on one rank. All ranks switch at the same batches; they ask each other once, after the
+    batches that are watched, and again only where one of them suspects something.
+
+    Args:
+        outcomes: of the rungs that are looked at, in the ladder's order, as the rehearsal found them.
+        first: the batch that was rehearsed, as its sizes.
+
+    Attributes:
+        dropped: what came of rungs that were taken away.
+        seen: what was compared, of rungs that stay; for the evidence.
+    """
+
+    def __init__(
+        self,
+        site: LiveSite,
+        steps: Sequence[Step],
+        outcomes: Sequence[Outcome],
+        terms: Terms,
+        hands: Hands,
+        first: Sizes,
+    ) -> None:
+        self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
+        self.dropped: list[Outcome] = []
+        self.seen: dict[str, Any] = {}
+        self._outcomes = {each.rung: each for each in outcomes}
+        self._promised = outcomes[-1].rehearsed or Rehearsed()
+        self._first_size = _count_elements(first)
+        self._paused: dict[str, list[tuple[Any, Any]]] = {}
+        """Modules and their compiled calls, by the rung that a comparison has them without."""
+        self._waits = False
+        """For the device, around each forward and backward."""
+        self._began, self._size = 0.0, 0
+        self._took_ms: float | None = None
+        self._last: Timed | None = None
+        """The batch before this one; None where it had no backward."""
+        self._global_step, self._is_between_steps = site.trainer.global_step, True
+        self._batches = self._look()
+        next(self._batches)  # made between two batches, of which the second is the first to be let go by
+
+    @classmethod
+    def after(cls, rehearsal: Rehearsal, outcomes: Sequence[Outcome], hands: Hands, first: Sizes) -> SecondLook | None:
+        """The one that follows a rehearsal; None where nothing was promised, or what could not be switched again and
+        again without its one-time cost. The same on all ranks."""
+        kept = [each for each in outcomes if each.fault is None and each.on_modules]
+        steps = [step for step in rehearsal.steps if step.rung in {each.rung for each in kept}]
+        left = rehearsal.terms.steps_left
+        compiled = any(COMPILED in vars(each) for each in rehearsal.site.module.modules())
+        if not kept or any(each.is_costly and not compiled for each in kept) or not rehearsal.terms.weighs_costs:
+            return None
+        if left is not None and left < FEWEST_STEPS_LEFT * len(kept):
+            return None
+        return cls(rehearsal.site, steps, kept, rehearsal.terms, hands, first)
+
+    def batch_starts(self, batch: Any) -> bool:
+        """A batch is about to be trained on; whether nothing more is to be seen. May switch rungs."""
+        self._last = None if self._took_ms is None else Timed(self._took_ms, self._size)
+        step, self._took_ms = self.site.trainer.global_step, None
+        # A module that steps its optimizers itself has none left between two batches.
+        self._is_between_steps = step != self._global_step or not self.site.module.automatic_optimization
+        self._global_step = step
+        is_over = next(self._batches, self) is self
+        self._size = 0 if is_over else _count_elements(read_sizes([batch], {}))
+        return is_over
+
+    def forward_starts(self) -> None:
+        """training_step is about to be called."""
+        if self._waits:
+            self._synchronize()
+        self._began = time.perf_counter()
+
+    def backward_ends(self) -> None:
+        """A backward is done; the last one of a batch counts."""
+        if self._waits:
+            self._synchronize()
+        self._took_ms = 1e3 * (time.perf_counter() - self._began)
+
+    # -- what is done with the batches, one after the other -------------------------------------------------------
+
+    def _look(self) -> Batches:
+        yield from self._let_pass(SETTLING)
+        watched = list[Timed]()
+        self._synchronize()
+        yield from self._note(watched, WATCHED)
+        began = time.perf_counter()
+        self._synchronize()
+        waited_ms = 1e3 * (time.perf_counter() - began) / WATCHED
+        watched = [each._replace(ms=each.ms + waited_ms) for each in watched]
+        suspicious = judge.is_suspicious(watched, self._promised, self._first_size)
+        every = gather(self.site.trainer, (suspicious, self._has_room(watched)))
+        if not any(found for found, _ in every) or not all(room for _, room in every):
+            return
+        rungs = ", ".join(step.rung for step in self.steps)
+        self.hands.say(f"batches take longer than rehearsed: a few of the next ones run without {rungs}, to compare")
+        while not self._is_between_steps:
+            yield
+        self._waits = True
+        yield from self._find_slow()
+
+    def _find_slow(self) -> Batches:
+        whole = yield from self._compare(self.steps)
+        if whole is None or not whole.is_slower or len(self.steps) == 1:
+            self._settle(self.steps, whole)
+            return
+        is_found = False
+        for step in reversed(self.steps):
+            if not self._is_costly(step) and any(COMPILED in vars(each) for each in self.site.module.modules()):
+                break  # what was compiled was compiled with it
+            alone = yield from self._compare([step])
+            if alone is not None and alone.is_slower:
+                is_found = True
+                self._settle([step], alone)
+        if not is_found:
+            self._settle(self.steps, whole)
+
+    def _compare(self, steps: Sequence[Step]) -> Generator[None, None, Comparison | None]:
+        """Batches with and without these rungs; with them in the end. All ranks say the same of what is slower."""
+        times: dict[bool, list[Timed]] = {True: [], False: []}
+        for is_on in ROUNDS * (False, True):
+            self._switch(steps, is_on)
+            yield from self._let_pass(1)
+            yield from self._note(times[is_on], BLOCK)
+            while not self._is_between_steps:
+                yield from self._note(times[is_on], 1)
+        mine = judge.compare(times[True], times[False])
+        every = gather(self.site.trainer, mine)
+        return next((each for each in every if each is not None and each.is_slower), mine)
+
+    def _settle(self, steps: Sequence[Step], found: Comparison | None) -> None:
+        """Take rungs away that make it slower, where a ladder switched them on; leave what was seen of the others."""
+        if found is None:
+            return
+        off = [step for step in steps if found.is_slower and step.rung in self.terms.by_ladder]
+        on = [step.rung for step in steps if step not in off]
+        self._switch(off, False)
+        for step in off:
+            if self._paused.pop(step.rung, None) is not None:
+                self.hands.unapply(step)
+        beside = f", together with {', '.join(step.rung for step in steps)}" if len(steps) > 1 else ""
+        why = f"slower in training{beside}: {found}"
+        self.dropped += [replace(self._outcomes[step.rung], fault=why, is_lasting=False) for step in off]
+        if on:
+            self.seen = self.seen or {"rungs": on, **vars(found), "is_slower": found.is_slower}
+
+    def _switch(self, steps: Sequence[Step], is_on: bool) -> None:
+        if is_on:
+            for step in steps:
+                if not self._is_costly(step):
+                    self.hands.apply(step)
+                for module, call in self._paused.pop(step.rung, ()):
+                    vars(module)[COMPILED] = call
+            return
+        if scaler := self.site.strategy.precision_plugin.state_dict():
+            self.site.scaler_state = scaler  # for the plugin that will take this one's place
+        for step in reversed(steps):
+            if not self._is_costly(step):
+                self.hands.unapply(step)
+                continue
+            modules = [each for each in self.site.module.modules() if COMPILED in vars(each)]
+            self._paused[step.rung] = [(each, vars(each).pop(COMPILED)) for each in modules]
+
+    def _is_costly(self, step: Step) -> bool:
+        return self._outcomes[step.rung].is_costly
+
+    def _let_pass(self, count: int) -> Batches:
+        for _ in range(count):
+            yield
+
+    def _note(self, into: list[Timed], count: int) -> Batches:
+        for _ in range(count):
+            yield
+            if self._last is not None:
+                into.append(self._last)
+
+    # -- readings -------------------------------------------------------------------------------------------------
+
+    def _has_room(self, seen: Sequence[Timed]) -> bool:
+        """Whether batches would fit without rungs that save memory: the first one did, before it was rehearsed."""
+        device = self.site.device
+        if device.type != "cuda":
+            return True
+        grown = max([1.0, *(each.size / self._first_size for each in seen if self._first_size)])
+        free, _ = torch.cuda.mem_get_info(device)
+        needed = ROOM * grown * torch.cuda.max_memory_allocated(device)
+        return needed <= free + torch.cuda.memory_reserved(device)
+
+    def _synchronize(self) -> None:
+        if self.site.device.type == "cuda":
+            torch.cuda.synchronize(self.site.device)
+
+
+def _count_elements(sizes: Sizes) -> int:
+    """Elements of all tensors of these sizes."""
+    return sum(torch.Size(shape).numel() for shape in sizes.values())

@@ -1,0 +1,95 @@
+"""Whether real steps keep what a rehearsal promised, and whether they are slower with a rung than without. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastloop.records.plan import Rehearsed
+
+FEWEST = 5
+"""Batches of each kind without which nothing is compared."""
+OVER_PROMISE, OVER_MS = 1.5, 1.0
+"""Times what the rehearsal showed, and milliseconds more, from which on forward and backward are looked at again: a
+training_step also computes losses and metrics."""
+GAINED = 0.7
+"""Of the time of the unchanged modules: batches below it have gained by their rungs, whatever was promised."""
+MARGIN, MARGIN_MS = 0.1, 0.5
+"""Of the time without a rung, and milliseconds, by which the whole interval must lie above it."""
+
+
+class Timed(NamedTuple):
+    """One batch: milliseconds of its forward and backward, and elements of its tensors; 0 = it holds none."""
+
+    ms: float
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Forward and backward of batches with rungs and without."""
+
+    with_ms: float
+    without_ms: float
+    low_ms: float
+    """So much slower with them at least, by a 95 % interval; negative: faster."""
+    high_ms: float
+    n: int
+    """Batches of either kind."""
+
+    @property
+    def is_slower(self) -> bool:
+        return self.low_ms > max(MARGIN * self.without_ms, MARGIN_MS)
+
+    def __str__(self) -> str:
+        return (
+            f"forward and backward take {self.with_ms:.3g} ms with it, {self.without_ms:.3g} ms without it"
+            f" ({self.n} batches each, slower by {self.low_ms:.3g} to {self.high_ms:.3g} ms, 95 %)"
+        )
+
+
+def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int) -> bool:
+    """Whether batches take clearly longer than the first one did in the rehearsal.
+
+    A batch larger than that one may take longer in proportion; a smaller one is granted the same. Not told by single
+    pauses, nor by a device's queue that had to fill first: both the median and the mean must be too long.
+    """
+    if not promised.of_batch or promised.changed_ms is None or promised.eager_ms is None or len(seen) < FEWEST:
+        return False
+    taken = [each.ms / max(1.0, each.size / first_size if first_size else 1.0) for each in seen]
+    typical = min(statistics.median(taken), statistics.mean(taken))
+    return typical > max(OVER_PROMISE * promised.changed_ms, promised.changed_ms + OVER_MS, GAINED * promised.eager_ms)
+
+
+def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> Comparison | None:
+    """Hold batches with a rung against batches without it; None where they are too few.
+
+    Where batches differ in size, they are also compared as if each took time in proportion to it. What is true lies
+    between both, so the comparison that is less against the rung counts.
+    """
+    if min(len(with_it), len(without)) < FEWEST:
+        return None
+    every = [*with_it, *without]
+    found = [_compare_ms([each.ms for each in with_it], [each.ms for each in without])]
+    if all(each.size for each in every) and len({each.size for each in every}) > 1:
+        usual = statistics.mean(each.size for each in every)
+        scaled = [[each.ms * usual / each.size for each in kind] for kind in (with_it, without)]
+        found.append(_compare_ms(*scaled))
+    return min(found, key=lambda each: each.low_ms - MARGIN * each.without_ms)
+
+
+def _compare_ms(with_ms: Sequence[float], without_ms: Sequence[float]) -> Comparison:
+    """By the interval of Hodges and Lehmann for a shift, which single pauses do not move."""
+    differences = sorted(a - b for a in with_ms for b in without_ms)
+    n, m = len(with_ms), len(without_ms)
+    beyond = max(0, math.floor(n * m / 2 - 0.5 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12)))
+    return Comparison(
+        with_ms=statistics.median(with_ms),
+        without_ms=statistics.median(without_ms),
+        low_ms=differences[beyond],
+        high_ms=differences[-1 - beyond],
+        n=min(n, m),
+    )
