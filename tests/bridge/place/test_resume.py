@@ -11,18 +11,20 @@ import torch
 
 from tests import models
 from tests.bridge.place.resumed import BATCH, SAMPLES, fit, place, shuffled
-from tests.runs import feed_on_cpu
+from tests.runs import feed_on_cpu, watching
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 ENGINES: dict[str, dict[str, Any]] = {
     "clone": {"prefetch": {"depth": 2}},
     "workers": {"workers": {"count": 2, "persistent": False}},
     "kept workers": {"workers": {"count": 2, "persistent": True}, "prefetch": {"depth": 3}},
+    "threads": {"nodes": {"threads": 2}},
 }
 OTHERS: list[dict[str, Any]] = [
     {"prefetch": {"depth": 5}},
     {"workers": {"count": 1, "persistent": True}},
     {"workers": {"count": 2, "prefetch_factor": 4, "persistent": False}, "prefetch": {"depth": 1}},
+    {"nodes": {"threads": 3}, "prefetch": {"depth": 2}},
 ]
 MERGED = {"batch": {"micro_batch": 64}}
 
@@ -38,26 +40,32 @@ def test_a_run_killed_at_any_step_goes_on(tmp_path: Path, engine: str, accumulat
     """Another seed, other workers, another depth, and windows merged or not: the same samples in the same order."""
     rungs = {**ENGINES[engine], **(MERGED if merges else {})}
     settings = {"accumulate_grad_batches": accumulate}
-    whole, _ = fit(rungs, shuffled(), seed=5, save=tmp_path, **settings)
+    loop = watching(rungs)
+    whole, _ = fit(None, shuffled(), seed=5, save=tmp_path, loop=loop, **settings)
+    assert {step.rung: step.status for step in loop.plan.steps} == dict.fromkeys(rungs, "planned")
+    # A window in one training_step, the short batch of the last one apart; or each batch.
+    assert len(whole.trained) == 2 * (4 if merges else 8)
     assert all(sorted(whole.drawn(epoch)) == list(range(SAMPLES)) for epoch in (0, 1))
     steps = -(-8 // accumulate)
     for number, step in zip(count(), (1, 2, steps, steps + 1, 2 * steps - 1), strict=False):
         epoch, done = divmod(step, steps)
-        then = {**OTHERS[number % 3], **(MERGED if merges != (number % 2 == 0) else {})}
-        train = shuffled()
-        resumed, _ = fit(then, train, seed=100 + number, ckpt=tmp_path / f"step={step}.ckpt", **settings)
+        then = {**OTHERS[number % len(OTHERS)], **(MERGED if accumulate > 1 and merges != (number % 2 == 0) else {})}
+        loop = watching(then)
+        saved = tmp_path / f"step={step}.ckpt"
+        resumed, _ = fit(None, shuffled(), seed=100 + number, ckpt=saved, loop=loop, **settings)
         behind = min(done * accumulate * BATCH, SAMPLES)
         if done:
             assert resumed.drawn(epoch) == whole.drawn(epoch)[behind:], (step, then)
             assert models.distance(whole.ends[epoch], resumed.ends[0]) < (1e-6 if accumulate > 1 else 1e-9)
         else:
             assert sorted(resumed.drawn(epoch)) == list(range(SAMPLES)) and not resumed.drawn(epoch - 1)
-        if not merges and then == OTHERS[number % 3] and done:
+        if not merges and "batch" not in then and done:
             assert [each for each in resumed.trained if each[0] == epoch] == [
                 each for each in whole.trained if each[0] == epoch
             ][done * accumulate :]
         assert all(sorted(resumed.drawn(later)) == list(range(SAMPLES)) for later in range(epoch + 1, 2))
-        assert place(tmp_path / f"step={step}.ckpt")["batches"] == done * accumulate
+        assert {each.rung: each.status for each in loop.plan.steps} == dict.fromkeys(then, "planned")
+        assert place(saved)["batches"] == done * accumulate
 
 
 def test_counted_by_what_was_handed_out_samples_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
