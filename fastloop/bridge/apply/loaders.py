@@ -12,6 +12,7 @@ from fastloop.bridge.apply.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
+from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
@@ -50,6 +51,8 @@ class TrainLoaders:
         self._before_reload: dict[int, tuple[Any, Any]] = {}
         self._made: list[tuple[str, Any]] = []
         """What rungs put in the place of a dataset or a loader, by the key of the want."""
+        self._checked: Mapping[str, Any] = {}
+        """What trying an engine came to."""
         self._most_workers: int | None = None
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
@@ -89,8 +92,8 @@ class TrainLoaders:
             if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
         }
         for key, value in plan.wants.items():
-            if key.startswith("dataset."):
-                settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
+            if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
+                self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -100,6 +103,8 @@ class TrainLoaders:
         changed = clone(base, settings) if settings else base
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
+            if hasattr(engine, "wants_channels_last"):
+                engine.wants_channels_last = self.staging.wants_channels_last
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
@@ -111,11 +116,35 @@ class TrainLoaders:
             self._originals[id(changed)] = (changed, loader)
         return changed
 
+    def find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
+        """Let what is to load in a loader's place try it first; why it cannot, where it cannot."""
+        engine: Any = plan.wants.get("loader.engine")
+        if not hasattr(engine, "check"):
+            return None
+        try:
+            self._checked = engine.check(self.find_original(loader), say)
+        except Exception as error:  # of the user's dataset, of which something unusual is asked
+            let_through(error)
+            return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
+        return None
+
+    def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
+        """Put what `want` makes of the loader's dataset in its place. Either has an ``evidence()``; a ``finish()`` does
+        to each batch on the device what was left for it."""
+        try:
+            made = settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+        except NotApplicable as reason:
+            self._give_up(key, str(reason))
+            return
+        if hasattr(type(made), "finish"):  # its own, not that of the user's dataset, for which it stands in
+            self.staging.to_floats = made.finish
+        self._keep(key, want if hasattr(type(want), "evidence") else made)
+
     def _keep(self, key: str, made: Any) -> Any:
-        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
-        if hasattr(made, "close"):
+        if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
             self._undo(key, made.close)
         return made
 
@@ -197,8 +226,15 @@ class TrainLoaders:
         """What the loaders can show of a setting, by its key."""
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(each, "evidence")]
-        return [workers, ("loader.pin_memory", staging.count_pinned), ("feed.depth", staging.count_ahead), *made]
+        checked = ("loader.engine", lambda: self._checked)
+        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
+        return [
+            workers,
+            ("loader.pin_memory", staging.count_pinned),
+            ("feed.depth", staging.count_ahead),
+            checked,
+            *made,
+        ]
 
     def _count_workers(self) -> Mapping[str, Any]:
         """The most workers seen alive: they end with an epoch's last batch, which a feed fetches early."""
