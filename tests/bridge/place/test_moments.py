@@ -34,7 +34,9 @@ def seeded(kind: type[Recorded] = Recorded, *settings: Any) -> Recorded:
 
 
 @pytest.mark.parametrize("rungs", [FEED, WORKERS], ids=["feed", "workers"])
-@pytest.mark.parametrize(("accumulate", "fails_at", "behind"), [(1, 4, 4), (3, 4, 3), (3, 5, 3), (3, 6, 6), (3, 7, 6)])
+@pytest.mark.parametrize(
+    ("accumulate", "fails_at", "behind"), [(1, 0, 0), (1, 4, 4), (3, 1, 0), (3, 4, 3), (3, 5, 3), (3, 6, 6), (3, 7, 6)]
+)
 def test_what_was_on_its_way_is_not_done(
     tmp_path: Path, rungs: Any, accumulate: int, fails_at: int, behind: int
 ) -> None:
