@@ -45,7 +45,7 @@ KEYS: dict[str, Any] = {
             "start_method": "auto",
         },
         "pin": {"enabled": False},
-        "prefetch": {"enabled": False, "depth": 2},
+        "prefetch": {"enabled": False, "depth": 2, "uint8": "auto"},
         "batch": {"enabled": False, "micro_batch": "auto", "global_batch": "keep", "loss_is_mean": False},
         "amp": {"enabled": False, "mode": "bf16-mixed"},
         "layout": {"enabled": False},
