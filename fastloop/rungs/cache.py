@@ -82,8 +82,8 @@ class Cache:
             )
         want = KeptSamples(store=store, budget_bytes=budget, prefix=prefix, path=self.path, url=self.url)
         left = {"shm_free_bytes": max(0, facts.shm_free_bytes - (budget or 0))} if facts.shm_free_bytes else {}
-        notes = (_describe(prefix, store, budget, share),)
-        return Change(wants={"dataset.cache": want}, notes=notes, facts=left if store == "shm" else {})
+        note = _describe(prefix, store, budget, share)
+        return Change(wants={"dataset.cache": want}, notes=(note,), facts=left if store == "shm" else {})
 
     def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
         if not loader.is_dataloader:
