@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class KeptSamples:
         store, room = self._open()
         keeper = Keeper(store, share_of(self.prefix, room))
         self.live.append(keeper)
+        atexit.register(self.close)  # for a program that ends without its Trainer's teardown
         if done := datasets.put_in(dataset, keeper):
             self.live.append(done)
             return dataset
@@ -95,6 +97,7 @@ class KeptSamples:
         """The dataset is what it was, and the store is left."""
         from fastloop.feeds.cache import datasets
 
+        atexit.unregister(self.close)
         keepers = self._list_keepers()
         for each in self.live:
             if isinstance(each, list):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +107,29 @@ def test_what_a_crash_left_is_swept_at_the_next_start(tmp_path: Path) -> None:
     assert not (tmp_path / "shm" / "left").exists()
     kept.close()
     (tmp_path / "shm").rmdir()
+
+
+ENDS = """
+    import sys
+    from pathlib import Path
+    from tests.feeds.cache.test_wanted import want, places
+    from tests.feeds.cache.pictures import Arrays
+    root = Path(sys.argv[1])
+    places.find_shm_root = lambda: root / "shm"
+    data = Arrays(root / "arrays")
+    want(data).wrap(data)
+    data[1]
+    print((root / "shm").exists())
+    sys.exit(3)
+"""
+
+
+def test_a_program_that_ends_without_a_teardown_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(ENDS), str(tmp_path)]
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": root})
+    assert (done.returncode, done.stdout) == (3, "True\n"), done.stderr
+    assert not (tmp_path / "shm").exists()
 
 
 def test_marked_methods_are_as_before_afterwards(tmp_path: Path) -> None:
