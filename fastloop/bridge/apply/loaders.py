@@ -92,7 +92,7 @@ class TrainLoaders:
             settings |= self._merge_windows(loader, settings.get("dataset", loader.dataset), window, facts)
         elif reads_ahead and (stand_in := bound_batches(loader)) is not None:
             settings["batch_sampler"] = stand_in
-        changed = clone(loader, settings) if settings else loader
+        changed = clone(loader, settings) if settings or "loader.engine" in plan.wants else loader
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
             if hasattr(engine, "wants_channels_last"):
