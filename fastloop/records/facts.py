@@ -38,6 +38,8 @@ class LoaderFacts:
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    thread_hazards: tuple[str, ...] = ()
+    """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as far as code shows; empty: nothing does."""
     own_iterator: bool = False
@@ -46,6 +48,10 @@ class LoaderFacts:
     """Attribute path of what cannot travel to a spawned worker."""
     sample_bytes: int | None = None
     """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
+    long_lists: tuple[str, ...] = ()
+    """Containers in the dataset of which each forked worker would get a copy by and by."""
+    packable: int = 0
+    """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
     images: ImageFacts | str = "the dataset was not looked at"
     """What happens to each file of a dataset of images; or why it is none."""
     engine: str | None = None

@@ -270,6 +270,7 @@ def test_undo(folder: Path, raises: bool, offspring: Callable[[], list[psutil.Pr
         broken = raises
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert self.trainer.fit_loop._combined_loader.flattened[0].inner is not loader
             if self.broken and batch_idx == 1:
                 raise RuntimeError("planted")
             return super().training_step(batch, batch_idx)

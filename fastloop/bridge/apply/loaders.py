@@ -135,7 +135,13 @@ class TrainLoaders:
             settings.update(self._fewer[0])
         room = None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks
         turn_off = f"rungs.{plan.owner('loader.num_workers')}.enabled: false"
-        tried = TriedWorkers(room_bytes=room, step_down=self._step_down, warn=self._warn, turn_off=turn_off)
+        tried = TriedWorkers(
+            room_bytes=room,
+            step_down=self._step_down,
+            warn=self._warn,
+            turn_off=turn_off,
+            free_cpus=plan.wants.get("launch.free_cpus", 0),
+        )
         return tried.batches
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
@@ -206,12 +212,12 @@ class TrainLoaders:
 
     def _count_workers(self) -> Mapping[str, Any]:
         """The most workers seen alive: they end with an epoch's last batch, which a feed fetches early."""
-        counts = [
-            self._most_workers,
-            *(loader_queue.live_workers(iterator) for iterator in loader_state.find_iterators(self.trainer)),
-        ]
+        iterators = list(loader_state.find_iterators(self.trainer))
+        counts = [self._most_workers, *map(loader_queue.live_workers, iterators)]
         self._most_workers = max((count for count in counts if count is not None), default=None)
-        return {"live_workers": self._most_workers, "fewer": None if self._fewer is None else self._fewer[1]}
+        cpus = min((cpus for each in iterators if (cpus := loader_queue.worker_cpus(each)) is not None), default=None)
+        fewer = None if self._fewer is None else self._fewer[1]
+        return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus}
 
     def _give_back(self) -> None:
         """Put the user's loaders back into a CombinedLoader of theirs, which Lightning filled with ours."""
