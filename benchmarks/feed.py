@@ -164,7 +164,7 @@ def make_step(network: torch.nn.Module, options: argparse.Namespace, device: tor
     run: Any = network if options.eager else torch.compile(network)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = F.cross_entropy(run(images), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
