@@ -12,10 +12,11 @@ from typing import Any
 from fastloop.feeds.accumulation_windows import Joined
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+from fastloop.feeds.stand_in_dataset import StandInDataset
 
 
-class WindowDataset:
-    """Stands in for a map-style dataset and hands out whole windows; else it is the dataset, for whoever looks at it.
+class WindowDataset(StandInDataset):
+    """Stands in for a map-style dataset and hands out whole windows.
 
     Torch's fetchers collate all they were asked for at once, and their only door is the dataset.
     Source: torch/utils/data/_utils/fetch.py, ``_MapDatasetFetcher.fetch``.
@@ -26,9 +27,9 @@ class WindowDataset:
         concatenates: False: leave each window's batches apart, for hooks that come first.
     """
 
-    _OWN = frozenset({"inner", "collate", "concatenates"})
+    _OWN = ("inner", "collate", "concatenates")
 
-    def __init__(self, inner: Any, collate: Callable[[Any], Any], *, concatenates: bool) -> None:
+    def __init__(self, inner: Any, collate: Callable[[Any], Any], concatenates: bool) -> None:
         self.inner, self.collate, self.concatenates = inner, collate, concatenates
 
     def __getitems__(self, indices: Joined) -> Callable[[], Any]:
@@ -54,36 +55,6 @@ class WindowDataset:
     def _fetch(self, indices: list[Any]) -> Any:
         fetch = getattr(self.inner, "__getitems__", None)
         return fetch(indices) if fetch else [self.inner[index] for index in indices]
-
-    # -- whoever looks at it sees the user's dataset: worker_init_fn, get_worker_info(), trainer.train_dataloader ------
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.inner[index]
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in WindowDataset._OWN:  # not set yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in WindowDataset._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.inner)
-
-    def __reduce__(self) -> Any:
-        return _make_again, (self.inner, self.collate, self.concatenates)
-
-
-def _make_again(inner: Any, collate: Callable[[Any], Any], concatenates: bool) -> WindowDataset:
-    return WindowDataset(inner, collate, concatenates=concatenates)
 
 
 def collate_window(make: Callable[[], Any]) -> Any:

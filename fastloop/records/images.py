@@ -118,3 +118,13 @@ class ImageFacts:
                 break
             kept.append(step)
         return tuple(kept)
+
+    def explain_no_bytes(self) -> str | None:
+        """Why the images cannot be left as bytes until the device makes floats of them; None where they can."""
+        if self.unknown is not None:
+            return f"{self.unknown} is not known, and may need floats"
+        floats = next((place for place, step in enumerate(self.steps) if isinstance(step, ToFloat)), None)
+        if floats is None:
+            return "no transform makes floats of them"
+        late = next((step for step in self.steps[floats:] if not isinstance(step, (ToFloat, Normalize))), None)
+        return None if late is None else f"{type(late).__name__} comes after they are floats"

@@ -66,6 +66,10 @@ class Site(Protocol):
     def changed_sizes(self) -> Sequence[Mapping[int, int]]:
         """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
 
+    @property
+    def groups(self) -> Any:
+        """How many of the user's batches a call holds, see ``feeds/batch_norm/groups.py``."""
+
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
 

@@ -1,21 +1,25 @@
 """Copy the next batches to the device ahead of time, on a side stream.
 
-Faster because  the host-to-device copy runs beside the previous step's kernels instead of between two steps.
+Faster because  the host-to-device copy runs beside the previous step's kernels instead of between two steps; pictures
+                travel as bytes, a quarter of the floats, and the device normalizes them.
 Costs           `depth` batches of device memory, and pinned host memory for those in flight.
 Don't use when  batches are small (copies under 1 % of the step) or are made on the device.
-Evidence        batches that had been copied on the side stream, from pinned memory, when the step got them
+Evidence        batches that had been copied on the side stream, from pinned memory, when the step got them; batches
+                that came as bytes
 Source          https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.records.card import Card, Tunable, read_int
-from fastloop.records.facts import Facts
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.images import ImageFacts, Normalize, ToFloat
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Verdict
+from fastloop.records.plan import Change, Parity, Verdict
 from fastloop.records.readings import on_gpu
 
 CARD = Card(
@@ -40,6 +44,9 @@ class Prefetch:
     enabled: bool = False
     depth: int = 2
     """Batches kept on the device ahead of the one in use."""
+    uint8: bool | Literal["auto"] = "auto"
+    """Pictures travel as bytes, and ToTensor and Normalize are done on the device, with the same bits as a result;
+    auto = where the dataset is one of image files and nobody else sees its batches before the step."""
 
     def __post_init__(self) -> None:
         why, do = "fewer than one batch ahead is no prefetching", "write 1 or more, or prefetch.enabled: false"
@@ -52,7 +59,7 @@ class Prefetch:
         if facts.steps_with_iterator:
             raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
         if facts.loader is None:
-            return Change(waits_for="the train loader", may_want=("feed.depth",))
+            return Change(waits_for="the train loader", may_want=("feed.depth", "dataset.uint8"))
         if facts.loader.on_device:
             raise NotApplicable(f"{facts.loader.engine} makes the batches on the device, ahead of the step itself")
         if facts.loader.sampler_hazards and not facts.loader.num_workers:
@@ -64,12 +71,30 @@ class Prefetch:
                 "samples are drawn up to depth batches early in the main process: a training_step that draws"
                 " from the CPU generator too gets other numbers"
             )
-        return Change(wants={"feed.depth": self.depth}, notes=tuple(notes), parity="approximate" if notes else "exact")
+        parity: Parity = "approximate" if notes else "exact"
+        wants: dict[str, Any] = {"feed.depth": self.depth}
+        if self.uint8 is not False and (left := self._leave_to_device(facts, facts.loader, notes)):
+            from fastloop.feeds.images.byte_batches import AsBytes
+
+            wants["dataset.uint8"] = AsBytes(left)
+        return Change(wants=wants, notes=tuple(notes), parity=parity)
+
+    def _leave_to_device(self, facts: Facts, loader: LoaderFacts, notes: list[str]) -> tuple[str, ...]:
+        """Names of the steps that the device takes; none, and a note where it is worth one, if pictures stay floats."""
+        if (why := explain_no_bytes(facts, loader)) is None:
+            steps = loader.images.steps if isinstance(loader.images, ImageFacts) else ()
+            return tuple(type(step).__name__ for step in steps if isinstance(step, (ToFloat, Normalize)))
+        if self.uint8 is True:
+            raise NotApplicable(f"pictures cannot travel as bytes: {why}; write prefetch.uint8: auto")
+        if isinstance(loader.images, ImageFacts):
+            notes.append(f"pictures travel as floats: {why}")
+        return ()
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when the window's batches had been copied on the side stream before they were asked for."""
         evidence = seen.evidence.get("prefetch", {})
         ahead, total = evidence.get("ahead_batches", 0), evidence.get("batches", 0)
+        as_bytes = f"; {count} came as bytes" if (count := evidence.get("byte_batches")) else ""
         if not total:
             return Verdict(took=False, why="no batch was prefetched")
         if not evidence.get("copied_bytes"):
@@ -77,5 +102,20 @@ class Prefetch:
         return Verdict(
             took=ahead > 0,
             why=f"{ahead} of {total} batches were on the device before the step needed them"
-            f" ({evidence['copied_bytes'] / total / 2**20:.1f} MiB each)",
+            f" ({evidence['copied_bytes'] / total / 2**20:.1f} MiB each){as_bytes}",
         )
+
+
+def explain_no_bytes(facts: Facts, loader: LoaderFacts) -> str | None:
+    """Why pictures have to travel as floats; None where bytes do."""
+    if facts.transfer_hooks:
+        return f"{facts.transfer_hooks[0]} of yours is to see the loader's own batches"
+    if isinstance(loader.images, str):
+        return loader.images
+    if loader.engine is not None and "thread" not in loader.engine:  # threads ask the dataset, as a DataLoader does
+        return f"{loader.engine} makes the batches"
+    if loader.custom_collate or loader.own_iterator or not loader.auto_collates:
+        return "code of yours makes the batches of samples, and may need floats"
+    if loader.may_change:
+        return f"the dataset may change between epochs, and a copy of it loads: {loader.may_change[0]}"
+    return loader.images.explain_no_bytes()

@@ -273,6 +273,8 @@ class Applier:
 
     def after_backward(self) -> None:
         """Lightning has run a backward."""
+        if self.micro is not None:
+            self.micro.after_backward()
         if self.look is not None:
             self.look.backward_ends()
 
@@ -341,9 +343,14 @@ class Applier:
             changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            compares = not changed.wants.get("step.loss_is_mean")
             self.micro = MicroBatches(
-                samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn, one_time=self.one_time
+                samples,
+                rung=rung,
+                strict=self.strict,
+                compares=not changed.wants.get("step.loss_is_mean"),
+                warn=self.warn,
+                one_time=self.one_time,
+                groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)

@@ -15,8 +15,8 @@ from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
-from fastloop.feeds.tried_workers import TriedWorkers
 from fastloop.feeds.window_batches import WindowDataset, collate_window
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Undo
 
@@ -84,8 +84,8 @@ class TrainLoaders:
             if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
         }
         for key, value in plan.wants.items():
-            if key.startswith("dataset."):
-                settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
+            if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
+                self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -120,11 +120,23 @@ class TrainLoaders:
             return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
         return None
 
+    def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
+        """Put what `want` makes of the loader's dataset in its place. Either has an ``evidence()``; a ``finish()`` does
+        to each batch on the device what was left for it."""
+        try:
+            made = settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+        except NotApplicable as reason:
+            self._give_up(key, str(reason))
+            return
+        if hasattr(type(made), "finish"):  # its own, not that of the user's dataset, for which it stands in
+            self.staging.to_floats = made.finish
+        self._keep(key, want if hasattr(type(want), "evidence") else made)
+
     def _keep(self, key: str, made: Any) -> Any:
-        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
-        if hasattr(made, "close"):
+        if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
             self._undo(key, made.close)
         return made
 
@@ -201,7 +213,7 @@ class TrainLoaders:
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
         checked = ("loader.engine", lambda: self._checked)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(each, "evidence")]
+        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
         return [
             workers,
             ("loader.pin_memory", staging.count_pinned),

@@ -29,6 +29,8 @@ class Staging:
         """The feeds in use now."""
         self.conversions: list[Callable[[Any], Any]] = []
         """What else is done to each batch once it is on the device, of training and evaluation."""
+        self.to_floats: Callable[[Any], Any] | None = None
+        """Makes floats of the train batches that come to the device as bytes."""
         self.looks_for_pinned = False
         """Count the pinned tensors of the first train batch that leaves for the device."""
         self._pinned: Mapping[str, Any] | None = None
@@ -89,7 +91,12 @@ class Staging:
         if self._before_transfer is not None:
             batch = self._before_transfer(batch, 0)
         owner = read_facts.find_hook_owner(self.trainer, "transfer_batch_to_device") or self.strategy.lightning_module
-        return owner.transfer_batch_to_device(batch, self.strategy.root_device, 0)
+        return self._make_floats(owner.transfer_batch_to_device(batch, self.strategy.root_device, 0))
+
+    def _make_floats(self, moved: Any) -> Any:
+        if self.to_floats is None:
+            return moved
+        return self.strategy.precision_plugin.convert_input(self.to_floats(moved))
 
     def finish_window(self, batches: Window, move: Callable[[Any], Any], dataloader_idx: int) -> Window:
         """`finish` for each batch of a window, and before it the hook that Lightning would have run on it."""
@@ -108,6 +115,8 @@ class Staging:
         else:
             self.look_for_pinned(batch)
             moved = move()
+            if self.trainer.state.stage == "train":
+                moved = self._make_floats(moved)
         for convert in self.conversions:
             moved = convert(moved)
         return moved

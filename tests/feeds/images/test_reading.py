@@ -82,6 +82,12 @@ def test_both_generations_of_transforms_read_alike(folder: Path) -> None:
         )
 
 
+def test_both_generations_pad_the_same_sides(folder: Path) -> None:
+    for padding, sides in ((3, (3, 3, 3, 3)), ((1, 2), (1, 2, 1, 2)), ((1, 2, 3, 4), (1, 2, 3, 4))):
+        for tv in (v1, v2):
+            assert read(tv.RandomCrop(8, padding), folder).steps == (RandomCrop(size=(8, 8), padding=sides),)
+
+
 def test_the_prefix_ends_before_the_first_draw(folder: Path) -> None:
     facts = read(v1.Compose([v1.Resize((20, 30)), v1.RandomHorizontalFlip(), v1.CenterCrop(8)]), folder)
     assert facts.prefix == (Resize(size=(20, 30)),)

@@ -26,9 +26,9 @@ from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import tensors
-from fastloop.feeds.launch_room import LeavesRoom
 from fastloop.feeds.lazy_loader import StandIn
-from fastloop.feeds.whereabouts import Whereabouts
+from fastloop.feeds.workers.launch_room import LeavesRoom
+from fastloop.feeds.workers.whereabouts import Whereabouts
 
 LOOK_S = 5.0
 """How often the wait for a batch is interrupted to look at the workers."""

@@ -1,0 +1,163 @@
+"""What torchvision's random transforms draw, for a whole batch at once and out of the same stream of numbers.
+
+The plain loader draws sample by sample, a call for each number. On the CPU each of these calls takes one word of 32
+bits from the generator, so that a batch's words can be taken in one call and shared out afterwards.
+Source: ATen/core/TransformationHelper.h (uniform_real, uniform_int_from_to), torchvision/transforms/transforms.py and
+v2/_geometry.py (RandomCrop, RandomHorizontalFlip, RandomResizedCrop).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+
+Numbers = NDArray[Any]
+_WORD, _MANTISSA = 2**32 - 1, 2**24 - 1
+
+
+def draw_words(count: int) -> Numbers:
+    """The next `count` words of 32 bits from the CPU's default generator, int64 [count]."""
+    pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None).numpy()
+    words = np.stack([pairs >> 32 & _WORD, pairs & _WORD], axis=1).reshape(-1)
+    if count % 2:
+        state = torch.get_rng_state()
+        last = torch.empty(1, dtype=torch.int64).random_(-(2**63), None).numpy()
+        torch.set_rng_state(state)
+        torch.rand(1)  # moves on by one word
+        words = np.concatenate([words, last >> 32 & _WORD])
+    return words
+
+
+def _rewind(state: torch.Tensor, used: int) -> None:
+    """Put the generator where `used` words after `state` leave it."""
+    torch.set_rng_state(state)
+    draw_words(used)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A random step, and how the user's transform draws for it."""
+
+    step: RandomCrop | RandomHorizontalFlip
+    by_side: bool
+    """A crop draws for each side that has more than one place (v2); else for both, unless neither has (v1)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the pixels of a batch are in its stored pictures: row ``top + y`` and column ``left + step * x``. Outside
+    of them is padding. All int64 [B]."""
+
+    top: Numbers
+    left: Numbers
+    step: Numbers
+
+    def is_inside(self, heights: Numbers, widths: Numbers, size: tuple[int, int]) -> bool:
+        """Whether no picture of these sizes [B] needs padding for an image of `size`."""
+        last = self.left + self.step * (size[1] - 1)
+        left, right = np.minimum(self.left, last), np.maximum(self.left, last)
+        return bool(
+            (self.top.min() >= 0)
+            and (left.min() >= 0)
+            and (self.top + size[0] <= heights).all()
+            and (right < widths).all()
+        )
+
+
+def draw(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) -> Placement:
+    """Draw for pictures of these sizes [B], in their order, from the default generator."""
+    needed = [column for each in _list_needs(drawings, heights, widths) for column in each]
+    taken = np.stack(needed, axis=1) if needed else np.zeros((len(heights), 0), dtype=bool)
+    words = np.zeros(taken.shape, dtype=np.int64)
+    words[taken] = draw_words(int(taken.sum()))
+    columns = iter(words.T)
+    top, left, step = np.zeros_like(heights), np.zeros_like(widths), np.ones_like(widths)
+    for each in drawings:
+        if isinstance(each.step, RandomHorizontalFlip):
+            flips = (next(columns) & _MANTISSA) * np.float32(2**-24) < np.float32(each.step.p)
+            left = np.where(flips, left + step * (widths - 1), left)
+            step = np.where(flips, -step, step)
+        else:
+            (height, width), (before, above, after, below) = each.step.size, each.step.padding
+            top = top + next(columns) % (heights + above + below - height + 1) - above
+            left = left + step * (next(columns) % (widths + before + after - width + 1) - before)
+            heights, widths = np.full_like(heights, height), np.full_like(widths, width)
+    return Placement(top, left, step)
+
+
+def _list_needs(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) -> list[list[Numbers]]:
+    """For each step, the pictures that take a word for each of its numbers: bool [B]."""
+    needs = []
+    for each in drawings:
+        if isinstance(each.step, RandomHorizontalFlip):
+            needs.append([np.ones(len(heights), dtype=bool)])
+            continue
+        (height, width), (before, above, after, below) = each.step.size, each.step.padding
+        rows, columns = heights + above + below > height, widths + before + after > width
+        needs.append([rows, columns] if each.by_side else [rows | columns] * 2)
+        heights, widths = np.full_like(heights, height), np.full_like(widths, width)
+    return needs
+
+
+# -- random resized crops: how many numbers a picture takes depends on the numbers ------------------------------------
+
+TRIES = 10
+"""Of a part that lies within the picture; then the middle is taken."""
+
+
+def draw_parts(
+    step: RandomResizedCrop, flips: Sequence[RandomHorizontalFlip], heights: Numbers, widths: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Top, left, height and width of the part of each picture, int64 [B, 4], and whether it is mirrored, bool [B]."""
+    state = torch.get_rng_state()
+    words = draw_words(len(heights) * ((2 * TRIES + 2) + len(flips)))  # at most
+    areas, ratios = _list_shapes(step, words)
+    numbers, at = words.tolist(), 0
+    parts, mirrored = [], []
+    for height, width in zip(heights.tolist(), widths.tolist(), strict=True):
+        part = None
+        for _ in range(TRIES):
+            area, ratio = height * width * areas[at], ratios[at + 1]
+            at += 2
+            part_width, part_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < part_width <= width and 0 < part_height <= height:
+                top = numbers[at] % (height - part_height + 1)
+                part = top, numbers[at + 1] % (width - part_width + 1), part_height, part_width
+                at += 2
+                break
+        parts.append(part or _take_middle(step, height, width))
+        odd = False
+        for flip in flips:
+            odd ^= bool(np.float32(numbers[at] & _MANTISSA) * np.float32(2**-24) < np.float32(flip.p))
+            at += 1
+        mirrored.append(odd)
+    _rewind(state, at)
+    return np.array(parts, dtype=np.int64), np.array(mirrored)
+
+
+def _list_shapes(step: RandomResizedCrop, words: Numbers) -> tuple[list[float], list[float]]:
+    """What each word is as a share of the area, and as width over height: in single precision, as torch has them."""
+    uniform = torch.from_numpy((words & _MANTISSA) * np.float32(2**-24)).float()
+    log_ratio = torch.log(torch.tensor(step.ratio))
+    scale = torch.tensor(step.scale)
+    areas = uniform * (scale[1] - scale[0]) + scale[0]
+    ratios = torch.exp(uniform * (log_ratio[1] - log_ratio[0]) + log_ratio[0])
+    return areas.tolist(), ratios.tolist()
+
+
+def _take_middle(step: RandomResizedCrop, height: int, width: int) -> tuple[int, int, int, int]:
+    in_ratio = width / height
+    part_height, part_width = height, width
+    if in_ratio < min(step.ratio):
+        part_height = round(width / min(step.ratio))
+    elif in_ratio > max(step.ratio):
+        part_width = round(height * max(step.ratio))
+    return (height - part_height) // 2, (width - part_width) // 2, part_height, part_width

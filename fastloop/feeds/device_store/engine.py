@@ -1,0 +1,166 @@
+"""The engine that makes the batches of a loader out of pictures that are on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.device_store.draws import Drawing, draw, draw_parts
+from fastloop.feeds.device_store.pictures import Pictures, fill
+from fastloop.feeds.images.byte_batches import ToFloats, find_user_dataset, is_color, make_bytes, replace_transform
+from fastloop.feeds.images.reading import ImageSource, Transform, read_source
+from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat
+
+COMPARED = 16
+"""Samples that have to be, bit for bit, what the user's dataset makes of them before the engine is used."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to pictures once, and what for each batch."""
+
+    once: tuple[Transform, ...]
+    drawings: tuple[Drawing, ...]
+    """In their order; after a `RandomResizedCrop` only what mirrors."""
+    to_floats: ToFloats
+    resized: RandomResizedCrop | None = None
+
+    @property
+    def crop(self) -> RandomCrop | RandomResizedCrop | None:
+        """The crop that gives batches their size; None: the pictures have it."""
+        crops = (each.step for each in self.drawings if isinstance(each.step, RandomCrop))
+        return self.resized or next(crops, None)
+
+
+def read_recipe(transforms: Sequence[Transform]) -> Recipe:
+    """Part the user's transforms; they are known to be of the kinds that `explain_no_engine` lets through."""
+    color = [each for each in transforms if is_color(each)]
+    kinds = (RandomCrop, RandomHorizontalFlip, RandomResizedCrop)
+    random = [each for each in transforms if isinstance(each.steps[0], kinds)]
+    later = next(place for place, each in enumerate(transforms) if each in random or ToFloat() in each.steps)
+    drawings, resized = [], None
+    for each in random:
+        step = each.steps[0]
+        if isinstance(step, RandomResizedCrop):
+            resized = step
+        elif isinstance(step, (RandomCrop, RandomHorizontalFlip)):
+            drawings.append(Drawing(step, by_side=type(each.call).__module__.startswith("torchvision.transforms.v2")))
+    return Recipe(tuple(transforms[:later]), tuple(drawings), ToFloats(color), resized)
+
+
+class DeviceEngine:
+    """Hands out the batches that the loader without workers hands out: the same bits, and the same random numbers used.
+
+    Args:
+        loader: its batch sampler says which samples.
+        pictures: all of them.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], pictures: Pictures, recipe: Recipe, evidence: Mapping[str, Any]
+    ) -> None:
+        self.loader, self.pictures, self.recipe = loader, pictures, recipe
+        self.batches, self._evidence = 0, evidence
+        crop = recipe.crop
+        self.size: tuple[int, int] = tuple(pictures.sizes[0].tolist()) if crop is None else crop.size
+        self.fill = crop.fill if isinstance(crop, RandomCrop) else 0
+
+    def load(self, seed: int) -> Iterator[Any]:
+        """One epoch's batches. Nothing is drawn from the seed: a loader without workers does not use it either."""
+        for indices in self.loader.batch_sampler:  # type: ignore[union-attr]
+            self.batches += 1
+            yield self.make(indices)
+
+    def make(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The batch [images, labels] of these samples, as the default collate function has it."""
+        samples = np.asarray(indices, dtype=np.int64)
+        samples = np.where(samples < 0, samples + len(self.pictures.slots), samples)
+        heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
+        if self.recipe.resized is None:
+            placed = draw(self.recipe.drawings, heights, widths)
+            images = self.pictures.cut(samples, placed, self.size, self.fill)
+        else:
+            flips = [each.step for each in self.recipe.drawings if isinstance(each.step, RandomHorizontalFlip)]
+            parts, mirrored = draw_parts(self.recipe.resized, flips, heights, widths)
+            images = self.pictures.resize(samples, parts, mirrored, self.size)
+        return [self.recipe.to_floats(images), self.pictures.find_labels(samples)]
+
+    def evidence(self) -> Mapping[str, Any]:
+        """Batches made, and what they were made of."""
+        return {"device_batches": self.batches, **self._evidence}
+
+
+def make_engine(
+    loader: DataLoader[Any],
+    device: torch.device,
+    *,
+    most_bytes: int,
+    workers: int,
+    say: Callable[[str], None] = lambda _line: None,
+) -> DeviceEngine:
+    """Fill the device's memory and prove the engine on a few samples.
+
+    Raises:
+        NotApplicable: the pictures do not fit, or a batch is not what the user's dataset makes.
+    """
+    began = time.monotonic()
+    dataset = find_user_dataset(loader.dataset)
+    source = read_source(dataset)
+    recipe = read_recipe(source.transforms)
+    bytes_of = replace_transform(dataset, make_bytes(recipe.once))
+    pictures = fill(bytes_of, source, device, most_bytes=most_bytes, workers=workers, say=say)
+    _check_sizes(pictures, recipe)
+    kept = {
+        "pictures": len(pictures.sizes),
+        "kept_bytes": pictures.pixels.numel(),
+        "fill_s": round(time.monotonic() - began, 2),
+    }
+    engine = DeviceEngine(loader, pictures, recipe, kept)
+    prove(engine, dataset, source)
+    say(
+        f"{kept['pictures']:,} pictures, {kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB, are on"
+        f" the device after {kept['fill_s']:.1f} s"
+    )
+    return engine
+
+
+def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:
+    crop = recipe.crop
+    if crop is None and len(np.unique(pictures.sizes, axis=0)) > 1:
+        raise NotApplicable("the pictures have several sizes, and no crop that makes them one")
+    if isinstance(crop, RandomCrop):
+        left, top, right, bottom = crop.padding
+        if (pictures.sizes + [top + bottom, left + right] < crop.size).any():
+            raise NotApplicable(f"there are pictures smaller than the crop of {crop.size[0]} x {crop.size[1]}")
+
+
+def prove(engine: DeviceEngine, dataset: Any, source: ImageSource) -> None:
+    """Compare a few samples with the user's own, and the random numbers used; no number of the training's is used up.
+
+    Raises:
+        NotApplicable: they differ.
+    """
+    chosen = np.linspace(0, source.count - 1, min(COMPARED, source.count)).astype(int).tolist()
+    state = torch.get_rng_state()
+    try:
+        samples = [dataset[index] for index in chosen]
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        images, labels = engine.make(chosen)
+        same_draws = torch.equal(after, torch.get_rng_state())
+    finally:
+        torch.set_rng_state(state)
+    expected = torch.utils.data.default_collate(samples)
+    if not torch.equal(images.cpu(), expected[0].as_subclass(torch.Tensor)) or not torch.equal(
+        labels.cpu(), expected[1]
+    ):
+        raise NotApplicable("a batch made on the device is not the one that the dataset makes")
+    if not same_draws:
+        raise NotApplicable("a batch made on the device uses other random numbers than the dataset's transforms")

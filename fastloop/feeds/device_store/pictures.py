@@ -1,0 +1,156 @@
+"""Decoded pictures of whatever sizes in one buffer on the device, and batches cut out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.device_store.draws import Numbers, Placement
+from fastloop.feeds.device_store.resizing import resize_parts
+from fastloop.feeds.images.reading import ImageSource
+
+CHUNK_BYTES = 64 * 2**20
+"""Moved to the device at once."""
+LOOKED_AT = 64
+"""Pictures after which the size of all is told."""
+TOGETHER = 16
+"""Pictures that are decoded and handed over at a time."""
+FEW = 512
+"""Pictures that are not worth starting processes for."""
+QUIET_S = 2.0
+"""A filling that takes longer is talked about."""
+
+
+class Pictures:
+    """Pictures, bytes [3, height, width] one after the other, and the label of each sample.
+
+    Args:
+        pixels: uint8 [all], on the device.
+        sizes: height and width of each picture, int64 [pictures, 2].
+        slots: the picture of each sample, int64 [samples].
+        labels: of each sample, [samples, ...], on the device.
+    """
+
+    def __init__(self, pixels: torch.Tensor, sizes: Numbers, slots: Numbers, labels: torch.Tensor) -> None:
+        self.pixels, self.sizes, self.slots, self.labels = pixels, sizes, slots, labels
+        self.starts = np.concatenate([[0], np.cumsum(3 * sizes[:, 0] * sizes[:, 1])[:-1]])
+        self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def find_labels(self, samples: Numbers) -> torch.Tensor:
+        """Labels [B, ...] of these samples [B]."""
+        return self.labels[torch.from_numpy(samples).to(self.labels.device)]
+
+    def resize(self, samples: Numbers, parts: Numbers, mirrored: Numbers, size: tuple[int, int]) -> torch.Tensor:
+        """Bytes [B, 3, *size] of these parts [B, 4] of samples [B], resized and then mirrored where that is so."""
+        slots = self.slots[samples]
+        heights, widths = self.sizes[slots].T
+        images = resize_parts(self.pixels, self.starts[slots], heights, widths, parts, size)
+        over = torch.from_numpy(mirrored).to(images.device).view(-1, 1, 1, 1)
+        return torch.where(over, images.flip(3), images)
+
+    def cut(self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int) -> torch.Tensor:
+        """Bytes [B, 3, *size] of these samples [B], `fill` outside of the pictures."""
+        slots = self.slots[samples]
+        heights, widths = self.sizes[slots].T
+        columns = (self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
+        told = torch.from_numpy(np.stack(columns)).to(self.pixels.device)
+        starts, height, width, top, left, step = told.view(6, -1, 1, 1, 1)
+        channels, rows, places = self._make_grid(size)
+        row, column = rows + top, places * step + left
+        index = (starts + (channels * height + row) * width) + column  # in this order only the last sum is large
+        if placed.is_inside(heights, widths, size):
+            return self.pixels[index]
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        return torch.where(inside, self.pixels[torch.where(inside, index, 0)], fill)
+
+    def _make_grid(self, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if size not in self._grids:
+            device, (height, width) = self.pixels.device, size
+            self._grids[size] = (
+                torch.arange(3, device=device).view(1, 3, 1, 1),
+                torch.arange(height, device=device).view(1, 1, height, 1),
+                torch.arange(width, device=device).view(1, 1, 1, width),
+            )
+        return self._grids[size]
+
+
+def fill(
+    dataset: Any,
+    source: ImageSource,
+    device: torch.device,
+    *,
+    most_bytes: int,
+    workers: int,
+    say: Callable[[str], None],
+) -> Pictures:
+    """Decode every picture once, on the CPU as the user's dataset does it, and keep it on the device.
+
+    Args:
+        dataset: hands out ``(uint8 [3, height, width], label)``.
+        source: names the picture of each sample.
+        workers: processes that decode; 0: this one does.
+
+    Raises:
+        NotApplicable: the pictures take more than `most_bytes`, or samples are none that can be kept.
+    """
+    order, slots, labels = _list_samples(source)
+    chunks, shapes, kept_bytes, moved_bytes, waiting = [], [], 0, 0, []
+    began, spoke = time.monotonic(), False
+    for pixels, more in _decode(dataset, order, workers if len(order) > FEW else 0):
+        waiting.append(pixels)
+        shapes += more
+        kept_bytes += len(pixels)
+        expected = kept_bytes * len(order) // len(shapes) if len(shapes) >= LOOKED_AT else kept_bytes
+        if expected > most_bytes:
+            raise NotApplicable(
+                f"{len(order):,} pictures take about {expected / 1e9:.2g} GB, and {most_bytes / 1e9:.2g} GB of"
+                " the device's memory may be used"
+            )
+        if kept_bytes - moved_bytes >= CHUNK_BYTES or len(shapes) == len(order):
+            chunks.append(torch.cat(waiting).to(device))
+            waiting, moved_bytes = [], kept_bytes
+        if not spoke and time.monotonic() - began > QUIET_S:
+            spoke = True
+            say(f"decoding {len(order):,} pictures once, to keep them on the device")
+    if odd := next((shape for shape in shapes if len(shape) != 3 or shape[0] != 3), None):
+        raise NotApplicable(f"a picture of shape {list(odd)}, not [3, height, width]")
+    return Pictures(torch.cat(chunks), np.array(shapes, dtype=np.int64)[:, 1:], slots, labels.to(device))
+
+
+def _list_samples(source: ImageSource) -> tuple[Numbers, Numbers, torch.Tensor]:
+    """A sample of each picture, in the order in which pictures are kept; the picture of each sample; the labels."""
+    first: dict[str, int] = {}
+    firsts, labels = np.empty(source.count, dtype=np.int64), []
+    for sample in range(source.count):
+        path, label = source.locate(sample)
+        labels.append(label)
+        firsts[sample] = first.setdefault(path, sample)
+    collated = default_collate(labels)
+    if not isinstance(collated, torch.Tensor):
+        raise NotApplicable(f"labels that collate to a {type(collated).__name__} cannot be kept on the device")
+    order = np.fromiter(first.values(), dtype=np.int64)  # rises
+    return order, np.searchsorted(order, firsts), collated
+
+
+def _decode(dataset: Any, order: Numbers, workers: int) -> Iterator[tuple[torch.Tensor, list[tuple[int, ...]]]]:
+    """Pictures of samples, in this order, some at a time. No random number of the training's is used up."""
+    yield from DataLoader(
+        dataset,
+        batch_size=TOGETHER,
+        sampler=[int(sample) for sample in order],
+        num_workers=workers,
+        collate_fn=_join_pictures,
+        generator=torch.Generator(),
+    )
+
+
+def _join_pictures(samples: list[Any]) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+    """One tensor, for each that comes from a process costs a file descriptor; and the shapes in it."""
+    pictures = [picture for picture, _ in samples]
+    return torch.cat([picture.reshape(-1) for picture in pictures]), [tuple(picture.shape) for picture in pictures]

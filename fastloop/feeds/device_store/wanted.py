@@ -1,0 +1,152 @@
+"""The want that keeps a set of pictures on the device, and when it may be wanted. Imports torch only when it acts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from fastloop.errors import NotApplicable
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.images import (
+    CenterCrop,
+    ImageFacts,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToFloat,
+    ToTensor,
+)
+from fastloop.records.plan import Change, Parity
+
+ONCE, EACH_TIME = (Resize, CenterCrop), (RandomCrop, RandomHorizontalFlip)
+"""Steps that are done when a picture is decoded, and those that the device does for each batch, in any order. A random
+resized crop comes before all of these."""
+
+SHARE = 0.25
+"""Of the device's free memory that pictures may take, before there are any activations."""
+LITTLE_SHM_BYTES = 2**30
+"""Pictures that processes decode come through shared memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicturesOnDevice:
+    """The want ``loader.engine`` of a store on the device."""
+
+    device: str
+    """Its type; the process's current one."""
+    most_bytes: int | None = None
+    """That pictures may take; None: `SHARE` of what is free when they come."""
+    workers: int = 0
+    """Processes that decode."""
+    live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
+    """The engine that `check` made, for the loader that it was made for."""
+
+    def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
+        """Fill the store and try it.
+
+        Raises:
+            NotApplicable: the pictures do not fit, or a batch is not what the user's dataset makes.
+        """
+        import torch
+
+        from fastloop.feeds.device_store.engine import make_engine
+
+        device = torch.device(self.device)
+        most = int(SHARE * _measure_free(self.device)) if self.most_bytes is None else self.most_bytes
+        engine = make_engine(loader, device, most_bytes=most, workers=self.workers, say=say)
+        self.live[:] = [engine]
+        return engine.evidence()
+
+    def make(self, loader: Any) -> Any:
+        """The engine for this loader, which is the one that was checked, or our copy of it."""
+        if not self.live:
+            self.check(loader)
+        engine = self.live.pop()
+        engine.loader = loader
+        return engine
+
+
+def _measure_free(device: str) -> int:
+    """Bytes of memory of the current device of this type."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)
+
+
+def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) -> Change:
+    """What a rung wants that keeps the pictures of this loader on the device.
+
+    Raises:
+        NotApplicable: it is not known that batches made there are what the loader makes.
+    """
+    if (why := explain_no_engine(facts, loader)) is not None:
+        raise NotApplicable(f"pictures cannot be kept on the device: {why}")
+    little_shm = facts.shm_free_bytes is not None and facts.shm_free_bytes < LITTLE_SHM_BYTES
+    workers = 0 if loader.worker_hazards or little_shm else facts.cpu_count // max(1, facts.local_ranks)
+    want = PicturesOnDevice(device=facts.device, most_bytes=most_bytes, workers=workers if workers > 1 else 0)
+    assert isinstance(loader.images, ImageFacts)
+    room = f"{SHARE:.0%} of what is free there" if most_bytes is None else f"{most_bytes / 1e9:.3g} GB"
+    notes = [f"decodes all {loader.images.count:,} samples once and keeps them on the device, in at most {room}"]
+    parity: Parity = "exact"
+    if loader.num_workers and loader.draws_random:
+        parity = "approximate"
+        notes.append(
+            f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
+            " they come out differently each time"
+        )
+    elsewhere = dataclasses.replace(loader, engine="the device", num_workers=0)
+    return Change(wants={"loader.engine": want}, parity=parity, notes=tuple(notes), facts={"loader": elsewhere})
+
+
+def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
+    """Why batches cannot be made on the device; None where they can."""
+    if facts.device not in ("cuda", "cpu"):
+        return f"this run is on {facts.device}"
+    if facts.steps_with_iterator:
+        return "training_step(dataloader_iter) fetches its own batches"
+    if facts.transfer_hooks:
+        return f"{facts.transfer_hooks[0]} of yours is to see batches before they are there"
+    if isinstance(loader.images, str):
+        return loader.images
+    if loader.engine is not None:
+        return f"{loader.engine} loads already"
+    if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
+        return "code of yours makes the batches of samples, or keeps their place"
+    if facts.reload_every_n_epochs:
+        return "the Trainer reloads its loaders, and all pictures would be decoded again"
+    if loader.may_change:
+        return f"the dataset may change between epochs: {loader.may_change[0]}"
+    if loader.sampler_hazards:
+        return loader.sampler_hazards[0]
+    names = {type(step).__name__ for step in loader.images.steps}
+    if strange := [name for name in loader.draws_random if name not in names]:
+        return f"{strange[0]} draws random numbers, too"
+    return explain_no_steps(loader.images)
+
+
+def explain_no_steps(images: ImageFacts) -> str | None:
+    """Why the steps cannot be done on the device with the same bits; None where they can."""
+    if (why := images.explain_no_bytes()) is not None:
+        return why
+    allowed: tuple[type, ...] = (*ONCE, RandomResizedCrop)
+    are_tensors, crops = False, 0
+    for step in images.steps:
+        if isinstance(step, (ToTensor, ToFloat, Normalize)):
+            are_tensors = True
+            continue
+        if isinstance(step, RandomResizedCrop) and (are_tensors or step.interpolation != "bilinear"):
+            return "RandomResizedCrop is done there as Pillow does it, for bilinear interpolation only"
+        if not isinstance(step, (*allowed, *EACH_TIME)):
+            return f"{type(step).__name__} at that place is not done there with the same bits"
+        if not isinstance(step, ONCE):
+            allowed = ()
+        crops += isinstance(step, (RandomCrop, RandomResizedCrop))
+    return "it crops twice" if crops > 1 else None

@@ -1,0 +1,62 @@
+"""Folders of pictures, what is trained on them, and what recorded it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def draw_folder(root: Path, count: int = 12, size: tuple[int, int] | None = None) -> Path:
+    """`count` noisy PNGs in two classes; of several sizes, or all of (width, height)."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        folder = root / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        width, height = size or (40 + 3 * number, 36 + 5 * (number % 4))
+        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    return root
+
+
+class Classifier(L.LightningModule):
+    """Two classes, one convolution; keeps the batches that it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 2)
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kinds: set[type] = set()
+        self.random_states: list[torch.Tensor] = []
+        """Of the CPU's generator, in each training_step."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self.head(self.convolution(images).amax((2, 3))), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kinds.add(type(batch))
+        self.seen.append((batch[0].clone(), batch[1].clone()))
+        self.random_states.append(torch.get_rng_state())
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def same_batches(a: Any, b: Any) -> bool:
+    """Whether two modules were trained on the same bits, the same number of times."""
+    return len(a.seen) == len(b.seen) and all(
+        torch.equal(x, other_x) and torch.equal(y, other_y) and x.dtype == other_x.dtype
+        for (x, y), (other_x, other_y) in zip(a.seen, b.seen, strict=True)
+    )
