@@ -68,6 +68,8 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
     method = loader.start_method if start_method == "auto" else start_method
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: it has no workers to set"
+    if loader.engine is not None:
+        return f"{loader.engine} loads the samples, without worker processes"
     if loader.num_workers:
         return f"the loader already has {loader.num_workers} workers; your number stands"
     if not loader.map_style:
