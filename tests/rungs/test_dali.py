@@ -239,6 +239,9 @@ def test_takes(folder: Path) -> None:
     assert seen["images"] == 60 and seen["plain_batches"] == 0 and seen["mean_levels"] < 0.35
     assert verdict.why.startswith("DALI decoded 60 images (cpu, 2 threads); 10 compared samples deviate by 0.")
     assert set(ours.module.orders) == {True}
+    assert ours.loop is not None and ours.loop.measurement is not None
+    loaded = ours.loop.measurement.evidence["loader"]
+    assert loaded["num_workers"] is None and loaded["queued_batches"] == 3, "no workers to advise on; DALI's own queue"
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
