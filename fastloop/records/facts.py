@@ -58,6 +58,8 @@ class LoaderFacts:
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    place_lost: str | None = None
+    """Why a run that is resumed in the middle of an epoch starts it anew; None where it goes on."""
     thread_hazards: tuple[str, ...] = ()
     """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()

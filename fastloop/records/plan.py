@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -177,6 +177,11 @@ class Plan:
 
     def step(self, rung: str) -> Step | None:
         return next((step for step in self.steps if step.rung == rung), None)
+
+
+def changes_loader(wants: Iterable[str]) -> bool:
+    """Whether one of these settings changes the train loader."""
+    return any(key.startswith(("loader.", "feed.", "dataset.")) for key in wants)
 
 
 @dataclass(frozen=True, kw_only=True)

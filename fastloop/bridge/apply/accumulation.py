@@ -58,15 +58,25 @@ class Merge:
         self.windows = WindowSampler(sampler, self.window, self._batches)
         return self.windows
 
-    def train_start(self) -> None:
-        """Rescale what exists only now: scheduler frequencies, and the counters of a resumed or earlier fit."""
+    def train_start(self, behind: int | None = None) -> None:
+        """Rescale what exists only now: scheduler frequencies, and the counters of a resumed or earlier fit.
+
+        Args:
+            behind: batches of the epoch that a resumed run goes on behind; None: its sampler starts anew.
+        """
         for config in self.trainer.strategy.lr_scheduler_configs:
             if config.interval == "step" and config.frequency > 1:
                 self._frequencies.append((config, config.frequency))
                 config.frequency = _InBatches(config.frequency, self._count_batches)
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if self.windows is not None and self.trainer.fit_loop.restarting and 0 < done < self._batches:
-            self.windows.limit_once = self._batches - done // self.window * self.window
+            if behind is None:
+                self.windows.limit_once = self._batches - done // self.window * self.window
+            else:
+                self.windows.limit_once, self.windows.first_once = (
+                    self._batches - behind,
+                    self.window - behind % self.window,
+                )
         self._count(self._count_windows)
         self._counts_windows = True
 
@@ -77,6 +87,10 @@ class Merge:
             return
         for part in ("total", "current"):
             progress[part] = _recount(progress[part], self._count_batches)
+
+    def count_batches(self, counted: int) -> int:
+        """What Lightning counted in this epoch, in batches of the user's loader."""
+        return self._count_batches(counted) if self._counts_windows else counted
 
     def _count_windows(self, batches: int) -> int:
         """Rounded down: a checkpoint from inside a window lacks the gradients of its first batches."""

@@ -24,6 +24,7 @@ from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
@@ -212,12 +213,14 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = ()) -> LoaderFacts:
+def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:
     """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only.
 
     Args:
         others: the module and the callbacks, whose hooks may look at the data.
+        ranks: processes that train.
     """
+    lost = explain_lost_place(loader, ranks)
     if not isinstance(loader, DataLoader):
         return LoaderFacts(
             kind=type(loader).__name__,
@@ -225,6 +228,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
             map_style=False,
             batches=length(loader),
             stateful=hasattr(loader, "state_dict"),
+            place_lost=lost,
         )
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
@@ -234,6 +238,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    hazards = between_batches.sampler_hazards(sampler, loader.dataset, others)
     kind, plain = type(loader), DataLoader
     return LoaderFacts(
         kind=type(loader).__name__,
@@ -250,7 +255,8 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
-        sampler_hazards=between_batches.sampler_hazards(sampler, loader.dataset, others),
+        sampler_hazards=hazards,
+        place_lost=lost or next(iter(hazards), None),
         thread_hazards=(
             *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),
             *between_batches.list_holders(loader.dataset, others, between=True),

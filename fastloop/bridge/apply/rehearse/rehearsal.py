@@ -26,7 +26,7 @@ from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
@@ -96,11 +96,11 @@ class Rehearsal:
         self._samples: int | None = None
         self._batches = 0
 
-    def note_batch(self, batch: Any) -> None:
-        """The first batch is about to be trained on."""
+    def note_batch(self, args: tuple[Any, ...]) -> None:
+        """The first batch is about to be trained on; the arguments of training_step, of which it is the first."""
         if self._recorder.is_recording:
-            self._recorder.note_batch(batch)
-            self._samples = samples(batch)
+            self._recorder.note_batch(args)
+            self._samples = count_samples(args[0]) if args else None
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""

@@ -216,3 +216,17 @@ def test_what_cannot_be_put_back_keeps_nothing_else_from_it(keeper: Keeper) -> N
         keeper(torch.randn(8, 4))
         keeper.stuck["b"] = 2
     assert look(keeper) == before
+
+
+def test_a_module_that_is_no_registered_child_is_put_back(keeper: Keeper) -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aside = [keeper]  # as people keep a teacher out of the state dict
+
+    holder, before = Holder(), look(keeper)
+    vars(holder)["hidden"] = keeper
+    with untouched(holder):
+        keeper(torch.randn(8, 4))
+        assert look(keeper) != before
+    assert look(keeper) == before
