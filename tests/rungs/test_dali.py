@@ -15,6 +15,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fastloop import FastLoop
@@ -336,6 +337,20 @@ def test_loaders_that_are_made_anew_each_epoch(folder: Path) -> None:
     ours = run(DALI, None, Sees, datamodule=Data(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
     counts = Counter(chain.from_iterable(ours.module.labels))
     assert ours.verdict("dali").took and counts == dict.fromkeys(range(20), 3)
+
+
+def test_a_resumed_epoch_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    """L5: the place is the sampler's, and DALI, which is ahead of the training, has no say in it."""
+
+    def fit(ckpt: Any = None) -> list[list[int]]:
+        save = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=14, save_top_k=-1)
+        saves = {"callbacks": (save,), "enable_checkpointing": True}
+        return run(DALI, load(folder, 2), Sees, max_epochs=2, ckpt=ckpt, **saves).module.labels  # type: ignore[no-any-return]
+
+    whole = fit()
+    rest = fit(next((tmp_path / "saved").iterdir()))
+    assert len(whole) == 20 and rest == whole[14:]
+    assert sorted(chain.from_iterable(whole[10:14] + rest)) == list(range(20))
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
