@@ -96,7 +96,10 @@ SITUATIONS = {
 
 def test_the_order_is_the_order_of_the_fields() -> None:
     assert [name for name, _ in Ladder().rungs()] == list(NAMES)
-    assert NAMES == ("workers", "pin", "prefetch", "batch", "amp", "layout", "fused", "compile", "overlap")
+    assert (
+        *("dali", "nodes", "workers", "pin", "prefetch"),
+        *("batch", "amp", "layout", "fused", "compile", "overlap"),
+    ) == NAMES
     assert Ladder().enabled() == () and all_on().enabled() == NAMES
     assert plan(Ladder(), Facts()).steps == ()
     assert [step.rung for step in plan(all_on(), Facts()).steps] == list(NAMES)

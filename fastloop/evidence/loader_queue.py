@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,13 @@ def live_workers(iterator: Any) -> int | None:
     if workers is not None:
         return sum(bool(worker.is_alive()) for worker in workers)
     return 0 if hasattr(iterator, "_dataset_fetcher") else None
+
+
+def worker_cpus(iterator: Any) -> int | None:
+    """The fewest CPUs that one of its living worker processes may run on; None where it has none or nobody can tell."""
+    pids = [worker.pid for worker in getattr(iterator, "_workers", None) or () if worker.is_alive()]
+    found = (_read(lambda pid=pid: len(os.sched_getaffinity(pid))) for pid in pids)  # type: ignore[misc]
+    return min((cpus for cpus in found if cpus is not None), default=None)
 
 
 def batches_owed(iterator: Any) -> int | None:

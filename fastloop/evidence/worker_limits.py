@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastloop.records.facts import Facts, LoaderFacts
 
+_LITTLE_SHM_BYTES = 2**30
 _SHARE_OF_ROOM = 0.75
 """Of the free shared memory; the rest stays for the user's other loaders and for batches that come out larger."""
 
@@ -18,6 +19,22 @@ def fit_in_shm(workers: int, prefetch_factor: int, batch_bytes: int, room_bytes:
         return None
     fitting = min(workers, held)
     return fitting, min(prefetch_factor, held // fitting)
+
+
+def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
+    """What so many workers for each rank may cost here, a line each."""
+    costs = []
+    if count * facts.local_ranks > facts.cpu_count:
+        costs.append(
+            f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs:"
+            " they compete for CPUs and may slow training down"
+        )
+    if (room := facts.shm_free_bytes) is not None and room < _LITTLE_SHM_BYTES:
+        do = "fewer workers load where their batches do not fit; give the container --shm-size=8g"
+        costs.append(f"/dev/shm has room for {room >> 20} MiB only: {do}")
+    if loader.long_lists and not loader.packable:
+        costs.append(f"worker memory grows: {loader.long_lists[0]}, and workers copy what they look at; use arrays")
+    return costs
 
 
 def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
@@ -38,8 +55,12 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         start_method: how they would start, or auto.
     """
     method = loader.start_method if start_method == "auto" else start_method
+    if loader.engine is not None:
+        return f"{loader.engine} loads in the loader's place"
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: it has no workers to set"
+    if loader.engine is not None:
+        return f"{loader.engine} loads the samples, without worker processes"
     if loader.num_workers:
         return f"the loader already has {loader.num_workers} workers; your number stands"
     if not loader.map_style:

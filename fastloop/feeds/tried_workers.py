@@ -26,6 +26,7 @@ from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.launch_room import LeavesRoom
 from fastloop.feeds.lazy_loader import StandIn
 from fastloop.feeds.whereabouts import Whereabouts
 
@@ -131,6 +132,7 @@ class TriedWorkers:
         step_down: takes the number of workers that are left, the batches ahead of each, and the reason.
         warn: takes one line for the user.
         turn_off: the key that does without workers, as it is written.
+        free_cpus: CPUs of this machine that the workers leave to the training; 0: none.
     """
 
     def __init__(
@@ -140,7 +142,9 @@ class TriedWorkers:
         step_down: Callable[[int, int, str], None],
         warn: Callable[[str], None],
         turn_off: str,
+        free_cpus: int = 0,
     ) -> None:
+        self._free_cpus = free_cpus
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
         self._drawn = _Drawn(None)
         self._whereabouts = Whereabouts()
@@ -176,10 +180,11 @@ class TriedWorkers:
         """Start the loader's iterator with our parts in it; the loader itself keeps its own."""
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._drawn.inner = getattr(loader, name)
+        init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {
             name: self._drawn,
             "collate_fn": _Send(loader.collate_fn),
-            "worker_init_fn": self._whereabouts.make_init(loader.worker_init_fn),
+            "worker_init_fn": self._whereabouts.make_init(init),
         }
         own = {part: getattr(loader, part) for part in parts}
         _set_timeout(loader._iterator, 0)  # workers that are kept may have to end the last epoch's batches first

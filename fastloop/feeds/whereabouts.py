@@ -1,4 +1,5 @@
-"""Where a worker process stands that delivers nothing: it says so itself, even while native code holds it."""
+"""Where a worker process or a thread stands that delivers nothing. A process says so itself, even while native code
+holds it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import os
 import re
 import select
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,14 +65,26 @@ def describe(dump: str) -> str | None:
     """What a dump of faulthandler says of the thread that loads: its ``__getitem__`` and the innermost line."""
     for thread in re.split(r"\n\s*\n", dump):
         frames = list(_read_frames(thread))
-        if not any(name == "_worker_loop" for _, name in frames):
-            continue
-        place, inner = frames[0]
-        for where, name in frames:
-            if name in ("__getitem__", "__getitems__") and "/torch/utils/data/" not in where:
-                return f"__getitem__ at {where}" + ("" if where == place else f", which is at {place} in {inner}")
-        return f"{inner} at {place}"
+        if any(name == "_worker_loop" for _, name in frames):
+            return _name_place(frames)
     return None
+
+
+def find_thread(ident: int) -> str | None:
+    """The same for a thread of this process; None where it has ended."""
+    frame = sys._current_frames().get(ident)
+    frames = reversed(traceback.extract_stack(frame)) if frame is not None else ()
+    return _name_place([(f"{each.filename}:{each.lineno}", each.name) for each in frames])
+
+
+def _name_place(frames: list[tuple[str, str]]) -> str | None:
+    if not frames:
+        return None
+    place, inner = frames[0]
+    for where, name in frames:
+        if name in ("__getitem__", "__getitems__") and "/torch/utils/data/" not in where:
+            return f"__getitem__ at {where}" + ("" if where == place else f", which is at {place} in {inner}")
+    return f"{inner} at {place}"
 
 
 def _read_frames(thread: str) -> Iterator[tuple[str, str]]:

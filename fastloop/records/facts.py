@@ -38,6 +38,8 @@ class LoaderFacts:
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    thread_hazards: tuple[str, ...] = ()
+    """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as far as code shows; empty: nothing does."""
     own_iterator: bool = False
@@ -46,10 +48,16 @@ class LoaderFacts:
     """Attribute path of what cannot travel to a spawned worker."""
     sample_bytes: int | None = None
     """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
+    long_lists: tuple[str, ...] = ()
+    """Containers in the dataset of which each forked worker would get a copy by and by."""
+    packable: int = 0
+    """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
     images: ImageFacts | str = "the dataset was not looked at"
     """What happens to each file of a dataset of images; or why it is none."""
     engine: str | None = None
     """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""
+    on_device: bool = False
+    """Its batches come on the device already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,10 @@ class Facts:
     compute_capability: tuple[int, int] | None = None
     compiler: str | None = None
     """Path of the C++ compiler Inductor would call; None where there is none."""
+    has_dali: bool = False
+    """NVIDIA DALI is installed."""
+    cuda_version: str | None = None
+    """That torch was built for; None: for none."""
     # the run
     world_size: int = 1
     strategy: str = "SingleDeviceStrategy"

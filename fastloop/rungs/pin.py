@@ -46,6 +46,8 @@ class Pin:
             return Change(waits_for="the train loader", may_want=("loader.pin_memory",))
         if not facts.loader.is_dataloader:
             raise NotApplicable(f"{facts.loader.kind} is not a DataLoader: pin its batches where they are made")
+        if facts.loader.on_device:
+            raise NotApplicable(f"{facts.loader.engine} makes the batches on the device: there is no copy")
         if facts.loader.pin_memory:
             raise NotApplicable("the loader already pins its memory")
         return Change(wants={"loader.pin_memory": True})

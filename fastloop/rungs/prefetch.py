@@ -60,6 +60,8 @@ class Prefetch:
             raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("feed.depth", "dataset.uint8"))
+        if facts.loader.on_device:
+            raise NotApplicable(f"{facts.loader.engine} makes the batches on the device, ahead of the step itself")
         if facts.loader.sampler_hazards and not facts.loader.num_workers:
             why = "; ".join(facts.loader.sampler_hazards)
             raise NotApplicable(f"batches ahead of the training ask the sampler too early: {why}")

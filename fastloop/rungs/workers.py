@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.evidence.worker_limits import count_epoch_batches, find_obstacle, fit_in_shm
+from fastloop.evidence.worker_limits import count_epoch_batches, find_obstacle, fit_in_shm, list_costs
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -23,7 +23,6 @@ from fastloop.records.readings import is_worth_handing_over, loader
 
 MOST = 8
 """`auto` stops here: more workers seldom pay and slow the launching thread down."""
-LITTLE_SHM_BYTES = 2**30
 SHORT_EPOCH, LONG_EPOCH = 100, 1000
 """Batches of an epoch. Starting a worker takes 0.02 to 0.3 s: in shorter epochs than the first that is not earned back,
 in longer ones than the second it is no longer felt."""
@@ -95,20 +94,22 @@ class Workers:
         if (obstacle := find_obstacle(loader, facts, self.start_method)) is not None:
             raise NotApplicable(obstacle)
         count, ahead = self._count(loader, facts)
-        notes = []
-        if count * facts.local_ranks > facts.cpu_count:
-            notes.append(
-                f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs:"
-                " they compete for CPUs and may slow training down"
-            )
-        if (room := facts.shm_free_bytes) is not None and room < LITTLE_SHM_BYTES:
-            do = "fewer workers load where their batches do not fit; give the container --shm-size=8g"
-            notes.append(f"/dev/shm has room for {room >> 20} MiB only: {do}")
+        notes = list_costs(loader, facts, count)
         wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
+        if facts.cpu_count > 2 * facts.local_ranks:
+            wants["launch.free_cpus"] = facts.local_ranks
+            notes.append(f"workers keep off {facts.local_ranks} of {facts.cpu_count} CPUs: the training launches there")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         parity: Parity = "approximate" if loader.draws_random else "exact"
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
+        if loader.packable:
+            from fastloop.feeds.packed_list import Packing  # it imports torch
+
+            wants["dataset.packed"] = Packing(samples=loader.packable)
+            notes.append(
+                f"{loader.packable} file names are packed into arrays, which workers share; lists they would copy"
+            )
         if self.start_method != "auto":
             wants["loader.multiprocessing_context"] = self.start_method
         return Change(wants=wants, parity=parity, notes=tuple(notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import sqlite3
 import tempfile
@@ -24,7 +25,9 @@ from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
 from fastloop.evidence.model.dataset import worker_hazards
+from fastloop.feeds import packed_list
 from fastloop.feeds.lazy_loader import LazyLoader, clone
+from fastloop.feeds.packed_list import PackedList, Packing
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, auto_count
@@ -108,7 +111,10 @@ LITTLE = (
 )
 def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
     change = Workers(enabled=True, **settings).plan(given)
-    assert change.wants == expected and list(change.notes) == notes and not change.actions
+    kept_off = {"launch.free_cpus": given.local_ranks} if given.cpu_count > 2 * given.local_ranks else {}
+    room = [f"workers keep off {given.local_ranks} of {given.cpu_count} CPUs: the training launches there"]
+    assert change.wants == {**expected, **kept_off} and not change.actions
+    assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
     assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
 
 
@@ -172,6 +178,64 @@ def test_no_workers_where_their_batches_could_not_come_back(monkeypatch: pytest.
         assert f"those below {place}; set TMPDIR to a shorter directory" in (ours.reason("workers") or "")
         with pytest.raises(RuntimeError, match="timed out"):  # what the training would wait for
             next(iter(batches(64, num_workers=1, timeout=3)))
+
+
+@pytest.mark.parametrize(("ranks", "cpus"), [(1, 2), (2, 4), (4, 8), (1, 3), (4, 9)])
+def test_few_cpus_are_not_kept_free(ranks: int, cpus: int) -> None:
+    change = Workers(enabled=True).plan(facts({}, cpu_count=cpus, local_ranks=ranks))
+    assert change.wants.get("launch.free_cpus") == {3: 1, 9: 4}.get(cpus)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_workers_leave_room_for_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back from the kernel: of the CPUs that the worker believes to have, only the first is there."""
+    real = os.sched_getaffinity
+    first = min(real(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: real(pid) if pid else {first, 1000, 1001})
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
+    plain, ours = both(WORKERS, partial(batches, 64, shuffle=True), max_epochs=2)
+    assert ours.seen("workers")["worker_cpus"] == 1 and ours.verdict("workers").parity_class == "exact"
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    assert run(WORKERS, batches(64)).seen("workers")["worker_cpus"] == len(real(0)), "the control"
+
+
+def test_long_lists_are_packed_or_named() -> None:
+    """D8."""
+    change = Workers(enabled=True).plan(facts({"packable": 10**7, "long_lists": ("dataset.samples holds 10",)}))
+    assert change.wants["dataset.packed"] == Packing(samples=10**7) and change.parity == "exact"
+    assert "10000000 file names are packed into arrays, which workers share; lists they would copy" in change.notes
+    change = Workers(enabled=True).plan(facts({"long_lists": ("dataset.paths holds 1.2 million Python objects",)}))
+    assert "dataset.packed" not in change.wants and change.notes[0] == (
+        "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they look at;"
+        " use arrays"
+    )
+
+
+def test_workers_read_packed_files_in_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "x").mkdir()
+    for number in range(12):
+        image.new("L", (8, 1), number).save(tmp_path / "x" / f"{number:02d}.png")
+    monkeypatch.setattr(packed_list, "LONG", 12)
+    wrapped: list[Any] = []
+    wrap = Packing.wrap
+    monkeypatch.setattr(Packing, "wrap", lambda it, dataset: wrapped.append(wrap(it, dataset)) or wrapped[-1])
+    folder = datasets.ImageFolder(tmp_path, transform=read_grey)
+
+    def collate(rows: Any) -> Any:
+        x = torch.stack([x for x, _ in rows])
+        return x / 12, x[:, :1], x[:, 0].long()
+
+    plain, ours = both(WORKERS, lambda: DataLoader(folder, 4, shuffle=True, collate_fn=collate), max_epochs=2)
+    assert ours.verdict("workers").took and [type(each.samples) for each in wrapped] == [PackedList]
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert type(folder.samples) is list and folder.samples == wrapped[0].samples
+
+
+def read_grey(picture: Any) -> torch.Tensor:
+    return torch.tensor(list(picture.convert("L").tobytes()), dtype=torch.float32)
 
 
 def test_plan_waits_and_counts() -> None:

@@ -20,6 +20,7 @@ SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (None, {"samples": 44, "max_epochs": 3}),
     "workers": ({"workers": {"count": 1}}, {"samples": 44, "max_epochs": 3}),
+    "nodes": ({"nodes": {"threads": 2}}, {"samples": 44, "max_epochs": 3}),
     "whole": (None, SHORT),
     "split": (SPLIT, SHORT),
     "split view": ({**SPLIT, **VIEW}, SHORT),
@@ -43,7 +44,7 @@ def fit(name: str, rungs: Any, samples: int, **settings: Any) -> dict[str, Any]:
         def on_train_start(self) -> None:
             self.trainer.model.register_comm_hook(self, _exchange)
 
-    kind = SGD if name in ("plain", "workers") else AdamW
+    kind = SGD if name in ("plain", "workers", "nodes") else AdamW
     done = run(
         rungs, batches(samples, shuffle=True), partial(Counts, kind, lr=0.01), strategy="ddp", devices=2, **settings
     )

@@ -79,6 +79,8 @@ class Applier:
         self._site: LiveSite | None = None
         self._loader_rungs: frozenset[str] = frozenset()
         """Enabled rungs whose plan waits for the train loader."""
+        self._given_up: frozenset[str] = frozenset()
+        """Rungs that were planned for a train loader and cannot apply."""
         self._may_want = Plan()
         """What they may want then."""
         self._undos: list[tuple[str, Undo]] = []
@@ -334,6 +336,9 @@ class Applier:
         loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
+        if (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
+            self._give_up("loader.engine", why)
+            changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             compares = not changed.wants.get("step.loss_is_mean")
@@ -351,6 +356,7 @@ class Applier:
         for step in self.plan.planned:
             if key in step.change.wants:
                 self._loader_rungs -= {step.rung}
+                self._given_up |= {step.rung}
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
                 self._skip(step, reason)
@@ -419,7 +425,9 @@ class Applier:
 
     def _plan_loader(self, facts: Facts) -> Plan:
         """What a train loader gets. A rung counts as planned once it applies to one of them."""
-        steps = {step.rung: step for step in plan(self.ladder, facts).steps if step.rung in self._loader_rungs}
+        off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
+        made = plan(dataclasses.replace(self.ladder, **off), facts)
+        steps = {step.rung: step for step in made.steps if step.rung in self._loader_rungs}
         self.plan = Plan(
             steps=tuple(old if old.status == "planned" else steps.get(old.rung, old) for old in self.plan.steps)
         )

@@ -11,6 +11,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge.apply.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.watch import loader_state
+from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
@@ -46,6 +47,8 @@ class TrainLoaders:
         self._before_reload: dict[int, tuple[Any, Any]] = {}
         self._made: list[tuple[str, Any]] = []
         """What rungs put in the place of a dataset or a loader, by the key of the want."""
+        self._checked: Mapping[str, Any] = {}
+        """What trying an engine came to."""
         self._most_workers: int | None = None
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
@@ -94,6 +97,8 @@ class TrainLoaders:
         changed = clone(loader, settings) if settings else loader
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
+            if hasattr(engine, "wants_channels_last"):
+                engine.wants_channels_last = self.staging.wants_channels_last
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
@@ -104,6 +109,18 @@ class TrainLoaders:
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
+
+    def find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
+        """Let what is to load in a loader's place try it first; why it cannot, where it cannot."""
+        engine: Any = plan.wants.get("loader.engine")
+        if not hasattr(engine, "check"):
+            return None
+        try:
+            self._checked = engine.check(self.find_original(loader), say)
+        except Exception as error:  # of the user's dataset, of which something unusual is asked
+            let_through(error)
+            return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
+        return None
 
     def _keep(self, key: str, made: Any) -> Any:
         """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
@@ -120,7 +137,13 @@ class TrainLoaders:
             settings.update(self._fewer[0])
         room = None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks
         turn_off = f"rungs.{plan.owner('loader.num_workers')}.enabled: false"
-        tried = TriedWorkers(room_bytes=room, step_down=self._step_down, warn=self._warn, turn_off=turn_off)
+        tried = TriedWorkers(
+            room_bytes=room,
+            step_down=self._step_down,
+            warn=self._warn,
+            turn_off=turn_off,
+            free_cpus=plan.wants.get("launch.free_cpus", 0),
+        )
         return tried.batches
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
@@ -179,17 +202,24 @@ class TrainLoaders:
         """What the loaders can show of a setting, by its key."""
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
+        checked = ("loader.engine", lambda: self._checked)
         made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
-        return [workers, ("loader.pin_memory", staging.count_pinned), ("feed.depth", staging.count_ahead), *made]
+        return [
+            workers,
+            ("loader.pin_memory", staging.count_pinned),
+            ("feed.depth", staging.count_ahead),
+            checked,
+            *made,
+        ]
 
     def _count_workers(self) -> Mapping[str, Any]:
         """The most workers seen alive: they end with an epoch's last batch, which a feed fetches early."""
-        counts = [
-            self._most_workers,
-            *(loader_queue.live_workers(iterator) for iterator in loader_state.find_iterators(self.trainer)),
-        ]
+        iterators = list(loader_state.find_iterators(self.trainer))
+        counts = [self._most_workers, *map(loader_queue.live_workers, iterators)]
         self._most_workers = max((count for count in counts if count is not None), default=None)
-        return {"live_workers": self._most_workers, "fewer": None if self._fewer is None else self._fewer[1]}
+        cpus = min((cpus for each in iterators if (cpus := loader_queue.worker_cpus(each)) is not None), default=None)
+        fewer = None if self._fewer is None else self._fewer[1]
+        return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus}
 
     def _give_back(self) -> None:
         """Put the user's loaders back into a CombinedLoader of theirs, which Lightning filled with ours."""

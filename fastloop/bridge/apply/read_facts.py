@@ -17,9 +17,11 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
 from fastloop.evidence import machine
-from fastloop.evidence.model import between_batches
+from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -38,6 +40,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         device=device.type,
         **_read_device(device),
         compiler=machine.cxx_compiler(os.environ),
+        has_dali=pictures.is_installed(),
+        cuda_version=torch.version.cuda,
         world_size=trainer.world_size,
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
@@ -235,10 +239,16 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
         sampler_hazards=between_batches.sampler_hazards(sampler, loader.dataset, others),
+        thread_hazards=(
+            *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),
+            *between_batches.list_holders(loader.dataset, others, between=True),
+        ),
         may_change=between_batches.list_changers(loader.dataset, others),
         own_iterator=(kind.__iter__, kind._get_iterator) != (plain.__iter__, plain._get_iterator),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         unpicklable=unpicklable,
+        long_lists=datasets.list_long(loader.dataset),
+        packable=count_packable(loader.dataset),
         images=read_images(loader.dataset),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply import read_facts
-from fastloop.feeds.batch_tree import StagedWindow, Window, tensors
+from fastloop.feeds.batch_tree import InputsChannelsLast, StagedWindow, Window, tensors
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
 
@@ -120,6 +120,10 @@ class Staging:
         for convert in self.conversions:
             moved = convert(moved)
         return moved
+
+    def wants_channels_last(self) -> bool:
+        """Whether image batches are brought into channels-last order now, so that they may come in it."""
+        return any(isinstance(convert, InputsChannelsLast) for convert in self.conversions)
 
     # -- evidence -------------------------------------------------------------------------------------------------
 

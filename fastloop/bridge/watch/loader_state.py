@@ -50,7 +50,14 @@ def count_queued_batches(trainer: Any) -> int:
     return sum(_held(loader) for loader in find_loaders(trainer))
 
 
+def _find_engine(loader: Any) -> Any:
+    """What loads in a loader's place; None where it loads itself."""
+    return loader.engine if isinstance(loader, LazyLoader) else None
+
+
 def _held(loader: Any) -> int:
+    if (engine := _find_engine(loader)) is not None:
+        return int(getattr(engine, "ahead", 0))
     workers, factor = getattr(loader, "num_workers", 0) or 0, getattr(loader, "prefetch_factor", None) or 0
     return int(workers * factor) + (loader.depth if isinstance(loader, DeviceFeed) else 0)
 
@@ -72,7 +79,8 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
     found = find_loaders(trainer)
     if not found:
         return {}
-    workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
+    own = [loader for loader in found if _find_engine(loader) is None]
+    workers = [count for loader in own if (count := getattr(loader, "num_workers", None)) is not None]
     return {
         "kind": type(found[0]).__name__,
         "num_workers": min(workers) if workers else None,

@@ -22,6 +22,9 @@ _BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
 """Methods that make the data, or run before there is any."""
 
+_OUTSIDE = tuple(f"on_{when}_{end}" for when in ("fit", "train", "train_epoch") for end in ("start", "end"))
+"""Hooks that run before an epoch's first batch is asked for, or after its last one."""
+
 
 def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> tuple[str, ...]:
     """Why asking this sampler early would give other samples, each with the place it was seen.
@@ -60,24 +63,37 @@ def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> t
 
 def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:
     """What may change the dataset between epochs, as far as code and attributes show; empty: nothing does."""
+    others = tuple(others)
+    found = dict.fromkeys(list_holders(dataset, others))
+    for path, item in walk(dataset):
+        for name, written in sample_code.list_writers(type(item)):
+            found[f"{path}.{written} is changed by its {name}()"] = None
+    return tuple(found)
+
+
+def list_holders(dataset: Any, others: Iterable[Any], *, between: bool = False) -> tuple[str, ...]:
+    """The callbacks and modules that get hold of the dataset.
+
+    Args:
+        between: only while batches are loaded, not in hooks that run when none are.
+    """
     found: dict[str, None] = {}
-    held = dict(_list_held(others))
+    others = tuple(others)
+    held = dict(_list_held(others, between))
     for path, item in walk(dataset):
         if id(item) in held and _is_changeable(item):
             found[f"{path} is held by {held[id(item)]}"] = None
-        for name, written in sample_code.list_writers(type(item)):
-            found[f"{path}.{written} is changed by its {name}()"] = None
     for other in others:
-        for name, function in _list_running(other):
+        for name, function in _list_running(other, between):
             if (named := next(filter(_BY_DATA.fullmatch, _list_names(function.__code__)), None)) is not None:
                 found[f"{type(other).__name__}.{name} names {named}"] = None
     return tuple(found)
 
 
-def _list_held(others: Iterable[Any]) -> Iterator[tuple[int, str]]:
+def _list_held(others: Iterable[Any], between: bool = False) -> Iterator[tuple[int, str]]:
     """Objects that methods of callbacks and modules get hold of, as attributes or from their own module."""
     for other in others:
-        for _, function in _list_running(other):
+        for _, function in _list_running(other, between):
             own = {name: vars(other)[name] for name in _list_names(function.__code__) if name in vars(other)}
             for name, value in (*own.items(), *sample_code.list_globals(function)):
                 yield id(value), f"{type(other).__name__} ({name})"
@@ -90,12 +106,12 @@ def _is_changeable(item: Any) -> bool:
     return hasattr(type(item), "__setitem__") or isinstance(item, set) or not sample_code.is_installed(type(item))
 
 
-def _list_running(other: Any) -> Iterator[tuple[str, Any]]:
+def _list_running(other: Any, between: bool = False) -> Iterator[tuple[str, Any]]:
     """The user's methods of a callback or module that run while it trains."""
     for base in type(other).__mro__:
         for name, member in {} if sample_code.is_installed(base) else dict(vars(base)).items():
             function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name):
+            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and not (between and name in _OUTSIDE):
                 yield name, function
 
 

@@ -22,15 +22,15 @@ from torch.utils.data import TensorDataset
 from fastloop.evidence.model import sample_code
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
+_MANY_OBJECTS = 1_000_000
 _HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
-_SHARED = (
-    "is a connection or a client of one, and answers to several workers would get mixed up; open it in __getitem__"
-)
-_POOL = "runs threads or processes, which workers do not get"
-_DRAWS_ITSELF = "is a random generator, and each worker would draw the same numbers from its copy, in every epoch anew"
-_TRAINING = "is a part of the training, of which workers hold copies from before it"
+SHARED = "is a connection or a client of one, and answers to several workers would get mixed up; open it in __getitem__"
+POOL = "runs threads or processes, which workers do not get"
+DRAWS_ITSELF = "is a random generator, and each worker would draw the same numbers from its copy, in every epoch anew"
+TRAINING = "is a part of the training, of which workers hold copies from before it"
+ITERATOR = "is an iterator, and each worker would go through a copy of it"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
-    _SHARED: (
+    SHARED: (
         "socket.socket",
         "_socket.socket",
         "http.client.HTTPConnection",
@@ -41,7 +41,7 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
         "fsspec.asyn.AsyncFileSystem",
         "cv2.VideoCapture",
     ),
-    _POOL: (
+    POOL: (
         "concurrent.futures._base.Executor",
         "multiprocessing.pool.Pool",
         "threading.Thread",
@@ -50,13 +50,13 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
         "multiprocessing.process.BaseProcess",
         "asyncio.events.AbstractEventLoop",
     ),
-    _DRAWS_ITSELF: (
+    DRAWS_ITSELF: (
         "random.Random",
         "numpy.random._generator.Generator",
         "numpy.random.mtrand.RandomState",
         "torch._C.Generator",
     ),
-    _TRAINING: (
+    TRAINING: (
         "torch.optim.optimizer.Optimizer",
         "lightning.pytorch.trainer.trainer.Trainer",
         "pytorch_lightning.trainer.trainer.Trainer",
@@ -68,7 +68,7 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
 }
 """What is found in a dataset's objects, and where its classes live."""
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
-    _SHARED: tuple(
+    SHARED: tuple(
         f"{name}."
         for name in (
             *("redis", "valkey", "requests", "httpx", "urllib3", "aiohttp", "websocket", "websockets", "grpc", "zmq"),
@@ -161,23 +161,24 @@ def _find_foreign(item: Any) -> str | None:
         return None
     if isinstance(item, torch.Tensor):
         return " is a CUDA tensor, which a forked worker cannot use" if item.is_cuda else None
-    if (handle := _handle(item)) is not None:
+    if (handle := find_handle(item)) is not None:
         return f" is an open {handle} handle; open it in __getitem__ instead"
-    return None if isinstance(item, io.IOBase) else _find_foreign_kind(type(item))  # type: ignore[arg-type]
+    reason = None if isinstance(item, io.IOBase) else find_reason(type(item))  # type: ignore[arg-type]
+    return None if reason is None else f" ({type(item).__name__}) {reason}"
 
 
 @functools.lru_cache(maxsize=512)
-def _find_foreign_kind(kind: type) -> str | None:
+def find_reason(kind: type) -> str | None:
+    """Why an object of this kind cannot be copied into a worker."""
     names = {f"{base.__module__}.{base.__name__}" for base in kind.__mro__}
     for reason, kinds in _FOREIGN.items():
         if any(name in kinds or name.startswith(_PACKAGES.get(reason, ())) for name in names):
-            return f" ({kind.__name__}) {reason}"
-    if hasattr(kind, "__next__"):
-        return f" ({kind.__name__}) is an iterator, and each worker would go through a copy of it"
-    return None
+            return reason
+    return ITERATOR if hasattr(kind, "__next__") else None
 
 
-def _handle(item: Any) -> str | None:
+def find_handle(item: Any) -> str | None:
+    """Whose open handle it is: "file", "h5py"; None where it is none."""
     kind = type(item)
     package = (kind.__module__ or "").split(".")[0]
     if package in _HANDLE_MODULES:
@@ -209,25 +210,25 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
 def _draws(item: Any) -> str | None:
     kind = type(item)
     if inspect.isfunction(item):
-        return item.__qualname__.split(".")[-1] if _function_draws(item) else None
+        return item.__qualname__.split(".")[-1] if function_draws(item) else None
     if _RANDOM_TRANSFORMS.match(kind.__name__):
         return kind.__name__
     for base in kind.__mro__:
         for name, member in [] if _of_library(base) else vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
-            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and _function_draws(function):
+            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and function_draws(function):
                 return f"{kind.__name__}.{name}"
     return None
 
 
-def _function_draws(function: Any, depth: int = 3) -> bool:
+def function_draws(function: Any, depth: int = 3) -> bool:
     """Whether a function names a way to draw random numbers, itself or in functions of the user's that it names."""
     names = set(_names(function.__code__))
     if any(_DRAWS.fullmatch(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(
-        inspect.isfunction(other) and not _of_library(other) and _function_draws(other, depth - 1) for other in called
+        inspect.isfunction(other) and not _of_library(other) and function_draws(other, depth - 1) for other in called
     )
 
 
@@ -248,6 +249,15 @@ def sample_bytes(dataset: Any) -> int | None:
     if type(dataset) is not TensorDataset or not len(dataset):
         return None
     return sum(tensor.nbytes for tensor in dataset.tensors) // len(dataset)
+
+
+def list_long(dataset: Any) -> tuple[str, ...]:
+    """Its containers of very many Python objects: forked workers copy each one that they look at, and grow by it."""
+    found = []
+    for path, item in walk(dataset):
+        if isinstance(item, (list, tuple, dict)) and len(item) >= _MANY_OBJECTS:
+            found.append(f"{path} holds {len(item) / 1e6:.1f} million Python objects")
+    return tuple(found)
 
 
 def unpicklable(root: Any, name: str = "dataset") -> str | None:

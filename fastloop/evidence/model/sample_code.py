@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import textwrap
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ _CHANGES = (
     *("append", "appendleft", "extend", "add", "insert", "update"),
     *("pop", "popleft", "popitem", "remove", "clear", "send"),
 )
+_MOVES = (
+    *("setdefault", "discard", "sort", "reverse", "fill", "write", "put", "seed", "manual_seed"),
+    *("seek", "read", "readline", "readinto"),
+)
+"""Methods that leave an object other than it was, or somewhere else, of which each process has its own."""
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
 """Methods that change an object before its samples are asked for."""
 _STDLIB = sysconfig.get_path("stdlib")
@@ -58,7 +63,7 @@ def _list_of_kind(kind: type) -> tuple[Any, ...]:
     return tuple(_follow([_find_method(kind, name) for name in _ENTRIES], kind))
 
 
-def _follow(starts: list[Any], kind: type) -> Iterator[Any]:
+def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[Any]:
     queue, seen = deque(starts), set[int]()
     while queue:
         function = queue.popleft()
@@ -67,7 +72,11 @@ def _follow(starts: list[Any], kind: type) -> Iterator[Any]:
         seen.add(id(function))
         yield function
         queue.extend(_find_method(kind, name) for name in function.__code__.co_names)
-        queue.extend(value for _, value in list_globals(function))
+        outer = [value for _, value in list_globals(function)]
+        queue.extend(outer)
+        if modules:
+            named = function.__code__.co_names
+            queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in named)
 
 
 def list_globals(function: Any) -> Iterator[tuple[str, Any]]:
@@ -98,6 +107,8 @@ def list_writers(kind: type) -> Iterator[tuple[str, str]]:
 
 def _find_method(kind: type, name: str) -> Any:
     member = inspect.getattr_static(kind, name, None)
+    if isinstance(member, property):
+        return member.fget
     return inspect.unwrap(member) if inspect.isfunction(member) else None
 
 
@@ -138,6 +149,99 @@ def _list_changes(function: Any) -> Iterator[str]:
             found = _name_state(node.args[0], me, objects)
         if found is not None:
             yield found
+
+
+def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """The user's functions that may run for a sample, each with the place of its object among `items`: those that
+    `list_sample_functions` finds, and whatever they may call by its name on any of the objects or in modules of the
+    user's."""
+    known, seen, names = list(enumerate(items)), set[tuple[int, int]](), set(_ENTRIES)
+    grows = True
+    while grows:
+        grows = False
+        for place, item in known:
+            starts = [item] if inspect.isfunction(item) else [_find_method(type(item), name) for name in sorted(names)]
+            for function in _follow(starts, type(item), modules=True):
+                if (place, id(function)) not in seen and function.__name__ not in _BEFORE:
+                    seen.add((place, id(function)))
+                    grows = grows or not names.issuperset(function.__code__.co_names)
+                    names.update(function.__code__.co_names)
+                    yield place, function
+
+
+def find_write(function: Any) -> str | None:
+    """What a function writes beyond its own variables, where another thread may read or write: ``.cache``, or
+    `` (the outer CACHE)``; None where nothing."""
+    parsed = _parse(function)
+    return _find_stores(function.__code__) if parsed is None else next(_list_writes(function, *parsed), None)
+
+
+def _find_stores(code: Any) -> str | None:
+    """The same where there is no source, and so no telling what belongs to whom."""
+    stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
+    changes = {name for name in code.co_names if _is_change(name)}
+    if changes or any(step.opname in stores for step in dis.get_instructions(code)):
+        return f" (something in {code.co_name}, which has no source to read)"
+    return next(filter(None, (_find_stores(const) for const in code.co_consts if inspect.iscode(const))), None)
+
+
+def _list_writes(function: Any, tree: ast.AST, me: str | None) -> Iterator[str]:
+    objects, classes = _list_outer(function)
+    declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    outer = declared | objects | classes
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+            state, names = (
+                _name_state(node.value, me, outer),
+                [part for part in node.targets if isinstance(part, ast.Name)],
+            )
+            aliases.update({name.id: state for name in names if state is not None})
+    for node in ast.walk(tree):
+        for target in _list_targets(node):
+            if isinstance(target, ast.Name) and not isinstance(node, ast.Call):
+                state = f" (the outer {target.id})" if target.id in declared else None
+            elif _is_own(target, me):
+                state = " (attributes by their names)"
+            else:
+                state = _name_state(target, me, outer) or aliases.get(_find_root(target))
+            if state is not None:
+                yield state
+
+
+def _find_root(node: ast.AST) -> str:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _list_targets(node: ast.AST) -> Iterator[ast.AST]:
+    """What a statement or a call writes to."""
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        queue: list[ast.AST] = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
+        queue = [node.target]
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        queue = [node.optional_vars]
+    elif isinstance(node, ast.Call):
+        queue = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "dst")]
+        if isinstance(node.func, ast.Attribute) and _is_change(node.func.attr):
+            queue.append(node.func.value)
+        elif isinstance(node.func, ast.Name) and node.func.id in ("next", "setattr", "delattr"):
+            queue += node.args[:1]
+    else:
+        return
+    while queue:
+        target = queue.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            queue += target.elts
+        else:
+            yield target.value if isinstance(target, ast.Starred) else target
+
+
+def _is_change(method: str) -> bool:
+    """torch's methods that change their tensor end with one underscore."""
+    return method in _CHANGES or method in _MOVES or (method.endswith("_") and not method.endswith("__"))
 
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:

@@ -102,7 +102,8 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
             f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
             " they come out differently each time"
         )
-    elsewhere = dataclasses.replace(loader, engine="the device", num_workers=0)
+    there = facts.device == "cuda"
+    elsewhere = dataclasses.replace(loader, engine="a store of pictures", on_device=there, num_workers=0)
     return Change(wants={"loader.engine": want}, parity=parity, notes=tuple(notes), facts={"loader": elsewhere})
 
 

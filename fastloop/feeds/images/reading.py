@@ -198,7 +198,7 @@ def _read_random_crop(it: Any) -> tuple[ImageStep, ...]:
     padding = it.padding or 0
     sides = [padding] if isinstance(padding, int) else list(padding)
     left, top, right, bottom = {1: sides * 4, 2: sides * 2, 4: sides}[len(sides)]
-    if hasattr(it, "make_params"):  # v2 keeps left, right, top, bottom
+    if ".v2." in type(it).__module__:  # keeps them as left, right, top, bottom
         top, right = right, top
     return (RandomCrop(size=_read_size(it.size), padding=(left, top, right, bottom), fill=it.fill),)
 

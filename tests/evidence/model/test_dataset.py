@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fastloop.evidence.model.dataset import draws_random, unpicklable, walk, worker_hazards
+from fastloop.evidence.model import dataset as dataset_module
+from fastloop.evidence.model.dataset import draws_random, list_long, unpicklable, walk, worker_hazards
 
 
 class Items(Dataset):
@@ -443,3 +444,13 @@ def test_transforms_of_libraries_are_no_state() -> None:
 
     composed = transforms.Compose([transforms.RandomCrop(8), transforms.ColorJitter(), transforms.ToTensor()])
     assert worker_hazards(Items(transform=composed)) == ()
+
+
+def test_long_lists_are_told_with_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "_MANY_OBJECTS", 50)
+    table = Items(paths=["a"] * 60, short=["a"] * 49, array=np.zeros(60), inner=Items(by_name=dict.fromkeys(range(50))))
+    expected = (
+        "dataset.paths holds 0.0 million Python objects",
+        "dataset.inner.by_name holds 0.0 million Python objects",
+    )
+    assert list_long(table) == expected and list_long(TensorDataset(torch.zeros(60))) == ()

@@ -1,0 +1,85 @@
+"""What a dataset's objects and code say about several threads taking samples from it at once. No sample is taken.
+
+Worker processes have copies; threads share the one dataset. So more stands against them: whatever a sample leaves
+behind, be it a file opened late or a sample that is kept, another thread may see half done.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastloop.evidence.model import dataset as datasets
+from fastloop.evidence.model import sample_code
+
+_REASONS: Mapping[str, str] = {
+    datasets.SHARED: "is a connection or a client of one, and answers to several threads would get mixed up",
+    datasets.POOL: "runs threads or processes of its own, in an order that threads do not keep",
+    datasets.DRAWS_ITSELF: "is a random generator, and which thread draws which of its numbers would be chance",
+    datasets.TRAINING: "is a part of the training, which goes on while threads load",
+    datasets.ITERATOR: "is an iterator, and which thread gets which of its items would be chance",
+}
+_CHANGES_ITSELF = ("tokenizers.", "mmap.mmap", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO")
+"""Kinds that keep a place or settings that a call changes."""
+_WRITTEN = "is written while a sample is made, and threads would write it at once"
+_DRAWN = "draws random numbers, and which thread draws which would be chance"
+_NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib"})
+"""Packages over libraries that may be called by one thread at a time, and do not see to it."""
+
+
+def thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+    """Why threads that share this dataset might give other samples than one thread, each with the place it was seen."""
+    found: dict[str, None] = {}
+    held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
+    for path, item in held:
+        found.update(
+            dict.fromkeys(f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard)
+        )
+    for place, function in sample_code.follow(item for _, item in held):
+        path, item = held[place]
+        found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
+        for outer, value in sample_code.list_globals(function):
+            for inner_path, inner in datasets.walk(value, outer):
+                if (foreign := _find_foreign(inner)) is not None:
+                    found[f"{inner_path}{foreign}"] = None
+    return tuple(found)
+
+
+def _list_hazards(function: Any, kind: type) -> Iterator[str]:
+    """Of one of the user's functions, on an object of this kind."""
+    names = function.__code__.co_names
+    if (written := sample_code.find_write(function)) is not None:
+        yield f"{written} {_WRITTEN}"
+    for name in names:
+        if isinstance(inspect.getattr_static(kind, name, None), functools.cached_property):
+            yield f".{name} {_WRITTEN}"
+    if datasets.function_draws(function):
+        yield f" ({function.__qualname__}) {_DRAWN}"
+    for package in sorted(_NOT_FOR_THREADS.intersection(names)):
+        yield f" ({function.__qualname__}) uses {package}, which is not made for several threads"
+
+
+def _find_installed(item: Any) -> str | None:
+    """Of a dataset of an installed package: what its own method says, and no further."""
+    function = inspect.getattr_static(type(item), "__getitem__", None)
+    if not inspect.isfunction(function) or not sample_code.is_installed(function):
+        return None
+    if datasets.function_draws(function):
+        return f" ({type(item).__name__}) {_DRAWN}"
+    written = sample_code.find_write(function)
+    return None if written is None else f"{written} {_WRITTEN}"
+
+
+def _find_foreign(item: Any) -> str | None:
+    """What several threads cannot use at once, whatever it is used for."""
+    if inspect.isroutine(item) or inspect.ismodule(item) or isinstance(item, type):
+        return None
+    kind = type(item)
+    if f"{kind.__module__}.{kind.__name__}".startswith(_CHANGES_ITSELF):
+        return f" ({kind.__name__}) keeps a place or settings that each use changes"
+    if (handle := datasets.find_handle(item)) is not None:
+        return f" is an open {handle} handle, which threads would share; open it in __getitem__ instead"
+    reason = datasets.find_reason(kind)  # type: ignore[arg-type]
+    return None if reason is None else f" ({kind.__name__}) {_REASONS[reason]}"

@@ -1,0 +1,1 @@
+"""NVIDIA DALI as the engine that loads pictures."""

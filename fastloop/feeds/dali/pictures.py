@@ -1,0 +1,79 @@
+"""Which image datasets DALI can load, and which not, by name. Looks at records only."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+from fastloop.records.images import (
+    CenterCrop,
+    ImageFacts,
+    ImageStep,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    Size,
+    ToFloat,
+    ToTensor,
+)
+
+AHEAD = 3
+"""Batches made ahead: two that are being made, and one that lies ready while files of other sizes take longer."""
+Where = Literal["cpu", "mixed"]
+"""Who decodes: the CPU, or the GPU with the CPU's help."""
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+_AFTER_NORMALIZE = (RandomHorizontalFlip, Normalize)
+"""Steps that do the same before and after it, or are folded into it."""
+
+
+def is_installed() -> bool:
+    """Whether there is a DALI to import; it may still be one for another CUDA."""
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+
+
+def find_obstacle(images: ImageFacts | str) -> str | None:
+    """Why DALI cannot make these samples, with the name of what is in the way; None where it can."""
+    if isinstance(images, str):
+        return f"DALI loads datasets of image files only: {images}"
+    if images.unknown is not None:
+        return f"{images.unknown} is no transform that DALI has a counterpart for"
+    if not images.count:
+        return "the dataset is empty"
+    if not any(isinstance(step, ToTensor) for step in images.steps):
+        return "the transforms do not end with a tensor (ToTensor, or ToImage and ToDtype)"
+    normalized = False
+    for step in images.steps:
+        if normalized and not isinstance(step, _AFTER_NORMALIZE):
+            return f"{type(step).__name__} comes after Normalize; DALI works on bytes until then"
+        if (why := _explain_step(step)) is not None:
+            return why
+        normalized = normalized or isinstance(step, Normalize)
+    if normalized and not any(isinstance(step, ToFloat) for step in images.steps):
+        return "Normalize of bytes"
+    if find_size(images.steps) is None:
+        return "the images keep different sizes: no step gives them one (a crop, or Resize to height and width)"
+    return None
+
+
+def _explain_step(step: ImageStep) -> str | None:
+    name, kind = type(step).__name__, getattr(step, "interpolation", "bilinear")
+    if kind not in _INTERPOLATIONS:
+        return f"{name} with interpolation={kind}: DALI has no such filter"
+    if isinstance(step, Resize) and step.max_size is not None:
+        return f"{name} with max_size={step.max_size}"
+    return None
+
+
+def find_size(steps: tuple[ImageStep, ...]) -> Size | None:
+    """Height and width that all pictures end with; None where they differ."""
+    size: Size | None = None
+    for step in steps:
+        if not isinstance(step, (Resize, CenterCrop, RandomResizedCrop, RandomCrop)):
+            continue
+        if not isinstance(step.size, int):
+            size = step.size
+        elif size is not None:
+            size = (int(step.size * size[0] / min(size)), int(step.size * size[1] / min(size)))
+    return size

@@ -1,0 +1,206 @@
+"""Do DALI's pictures equal torchvision's? Real samples, made by both with the same random draws, side by side."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.dali.graph import Machine, Pins, encode, find_scale, list_pins, make_pipeline, name_pin
+from fastloop.feeds.images.reading import ImageSource
+from fastloop.records.images import (
+    CenterCrop,
+    ColorJitter,
+    ImageStep,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    Size,
+)
+
+SAMPLES = 16
+MEAN_LEVELS: dict[str, float] = {"cpu": 1.0, "mixed": 2.0}
+"""Bound for the mean deviation of a value, of 0 to 255, by who decodes. The CPU comes out at 0.25 or less over all
+known steps (ImageNet photographs); a resize without antialiasing at 1.5. The GPU's decoder rounds otherwise."""
+BIAS_LEVELS, GAIN = 1.0, 0.02
+"""Bounds for a color channel as a whole: its mean, and how much stronger or weaker its contrast may be. The CPU comes
+out at 0.06 levels and 0.0004; another order of the colors, or a wrong mean or deviation, at many times the bounds."""
+_TRIES = 400
+"""Seeds looked at for one that draws ColorJitter's parts in DALI's order, which one of 24 does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """Between the same samples of two makers, in levels of 0 to 255."""
+
+    samples: int
+    mean: float
+    largest: float
+    bias: tuple[float, ...]
+    """By color channel."""
+    gain: tuple[float, ...]
+
+    def find_fault(self, mean_levels: float) -> str | None:
+        """Why this is more than rounding; None where it is not."""
+        names = ("red", "green", "blue")
+        for name, bias, gain in zip(names, self.bias, self.gain, strict=True):
+            if abs(bias) > BIAS_LEVELS or abs(gain - 1) > GAIN:
+                return f"{name} is off by {bias:+.1f} levels and {100 * (gain - 1):+.1f} % of its contrast"
+        if self.mean > mean_levels:
+            return f"values deviate by {self.mean:.1f} of 255 levels on average, more than {mean_levels:g}"
+        return None
+
+
+def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], machine: Machine) -> Deviation:
+    """Compare up to 16 real samples with random parts pinned. Leaves random generators as they were.
+
+    Raises:
+        NotApplicable: they differ by more than rounding, or DALI cannot read one of them.
+    """
+    wanted, pins, paths = [], [], []
+    with _untouched_generators():
+        for index in range(0, source.count, -(-source.count // SAMPLES)):
+            path, _ = source.locate(index)
+            try:
+                sample, drawn = _make_both(dataset, index, path, steps)
+            except Exception:  # what cannot be read by anybody; the training will say so where it comes to it
+                continue
+            wanted.append(sample)
+            pins.append(drawn)
+            paths.append(path)
+    if not wanted:
+        raise NotApplicable("none of the samples that were tried can be read")
+    try:
+        made = run_pinned(paths, pins, steps, machine)
+    except RuntimeError as error:
+        raise NotApplicable(f"DALI cannot read all of {paths[0]} and others: {shorten(error)}") from error
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in find_scale(steps))
+    found = compare(torch.stack(wanted).float() * std + mean, made.float() * std + mean)
+    if (fault := found.find_fault(MEAN_LEVELS[machine.decode])) is not None:
+        raise NotApplicable(
+            f"DALI's pictures are not those of the transforms: {fault} ({len(wanted)} samples compared)"
+        )
+    return found
+
+
+def compare(wanted: torch.Tensor, made: torch.Tensor) -> Deviation:
+    """Two stacks of pictures [N, 3, H, W] in levels.
+
+    Raises:
+        NotApplicable: their shapes differ.
+    """
+    if wanted.shape != made.shape:
+        raise NotApplicable(f"DALI's pictures have the shape {list(made.shape)}, the samples {list(wanted.shape)}")
+    apart = made - wanted
+    first, second = (values.transpose(0, 1).flatten(1).double() for values in (wanted, made))
+    center = first - first.mean(dim=1, keepdim=True)
+    spread = (center * center).sum(dim=1).clamp(min=1e-9)
+    gain = (center * second).sum(dim=1) / spread
+    return Deviation(
+        samples=len(wanted),
+        mean=float(apart.abs().mean()),
+        largest=float(apart.abs().max()),
+        bias=tuple((second - first).mean(dim=1).tolist()),
+        gain=tuple(torch.where(spread > 1, gain, torch.ones_like(gain)).tolist()),
+    )
+
+
+def run_pinned(
+    paths: Sequence[str], pins: Sequence[Pins], steps: Sequence[ImageStep], machine: Machine
+) -> torch.Tensor:
+    """DALI's pictures [N, 3, H, W] on the CPU, with each one's random steps as `pins` has them."""
+    machine = Machine(**{**vars(machine), "ahead": 1})
+    pipeline = make_pipeline(steps, machine, batch_size=len(paths), seed=0, pinned=True)
+    pipeline.feed_input("paths", [encode(path) for path in paths])
+    for place, what in list_pins(steps):
+        pipeline.feed_input(name_pin(place, what), [drawn[place][what] for drawn in pins])
+    pipeline.schedule_run()
+    (found,) = pipeline.outputs()
+    pictures = torch.utils.dlpack.from_dlpack(found.as_tensor()).cpu()
+    return pictures.clone() if machine.layout == "CHW" else pictures.permute(0, 3, 1, 2).contiguous()
+
+
+def shorten(error: Exception) -> str:
+    """What a DALI error says, without the pipeline it names."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    after = next((place + 1 for place, line in enumerate(lines) if line.startswith("encountered")), 0)
+    return " ".join(lines[after : after + 1])[:200]
+
+
+# -- what torchvision draws -------------------------------------------------------------------------------------------
+
+
+def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) -> tuple[torch.Tensor, Pins]:
+    """A sample as the dataset makes it [3, H, W], and what its random steps drew."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        width, height = image.size
+    for seed in range(_TRIES):
+        torch.manual_seed(seed)
+        drawn = draw(steps, (height, width))
+        if drawn is not None:
+            torch.manual_seed(seed)
+            return torch.as_tensor(dataset[index][0]), drawn
+    raise NotApplicable("ColorJitter's parts never came in DALI's order")
+
+
+def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
+    """What torchvision's transforms draw from torch's generator for a picture of this size, step by step; None where
+    they draw another order of a ColorJitter's parts than DALI's.
+
+    Source: torchvision/transforms/transforms.py; those of v2 draw the same numbers.
+    """
+    from torchvision import transforms
+
+    drawn: list[dict[str, Any]] = []
+    for step in steps:
+        image = torch.empty((3, *size), device="meta")
+        if isinstance(step, Resize):
+            short = min(size)
+            at = step.size
+            size = at if isinstance(at, tuple) else (int(at * size[0] / short), int(at * size[1] / short))
+        elif isinstance(step, CenterCrop):
+            size = step.size
+        elif isinstance(step, RandomResizedCrop):
+            top, left, high, wide = transforms.RandomResizedCrop.get_params(image, list(step.scale), list(step.ratio))
+            drawn.append({"start": _ints(top, left), "shape": _ints(high, wide)})
+            size = step.size
+        elif isinstance(step, RandomCrop):
+            left, top, right, bottom = step.padding
+            padded = torch.empty((3, size[0] + top + bottom, size[1] + left + right), device="meta")
+            top, left, _, _ = transforms.RandomCrop.get_params(padded, step.size)
+            drawn.append({"start": _ints(top, left)})
+            size = step.size
+        elif isinstance(step, RandomHorizontalFlip):
+            drawn.append({"flip": np.int32(torch.rand(1).item() < step.p)})
+        elif isinstance(step, ColorJitter):
+            order, *factors = transforms.ColorJitter.get_params(
+                step.brightness, step.contrast, step.saturation, step.hue
+            )
+            used = [place for place in order.tolist() if factors[place] is not None]
+            if used != sorted(used):
+                return None
+            names = ("brightness", "contrast", "saturation", "hue")
+            drawn.append({name: np.float32(factor or 0.0) for name, factor in zip(names, factors, strict=True)})
+    return drawn
+
+
+def _ints(*values: int) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+@contextmanager
+def _untouched_generators() -> Iterator[None]:
+    python, host = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    np.random.set_state(host)

@@ -1,0 +1,1 @@
+"""A loader's batches, made by threads of this process."""

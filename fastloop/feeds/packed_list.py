@@ -1,0 +1,108 @@
+"""Millions of paths with their labels, as three arrays instead of millions of Python objects.
+
+A forked worker that looks at a Python object writes its count of references, and the page that holds it is copied: by
+and by each worker has the whole list. Arrays are read in place.
+Source: https://github.com/pytorch/pytorch/issues/13246
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch.utils.data import ConcatDataset, Subset
+
+LONG = 100_000
+"""Samples from which on packing is worth it: their list takes about 20 MB, for each worker."""
+
+
+class PackedList(Sequence[tuple[str, int]]):
+    """A list of ``(path, label)``: equal to it, item by item, and as long. It cannot be changed.
+
+    Raises:
+        TypeError: there is another item among `samples`.
+        OverflowError: a label does not fit into 64 bits.
+    """
+
+    def __init__(self, samples: Iterable[tuple[str, int]]) -> None:
+        self._text, self._ends, self._labels = bytearray(), array("q"), array("q")
+        for sample in samples:
+            if [type(sample), *map(type, sample)] != [tuple, str, int]:
+                raise TypeError(f"{sample!r} is no (path, label)")
+            self._text += sample[0].encode("utf-8", "surrogatepass")
+            self._ends.append(len(self._text))
+            self._labels.append(sample[1])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, int]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[str, int]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """The tuple at `index`, or a list of them for a slice."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = range(len(self))[index]
+        text = self._text[self._ends[place - 1] if place else 0 : self._ends[place]]
+        return text.decode("utf-8", "surrogatepass"), self._labels[place]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, PackedList)):
+            return NotImplemented
+        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Puts packed lists into a dataset."""
+
+    samples: int
+    """That it has."""
+
+    def wrap(self, dataset: Any) -> Any:
+        """A copy of an image folder, or of the Subset or ConcatDataset around it, that holds its files packed; the
+        user's stays as it is."""
+        return _pack(dataset)
+
+
+def count_packable(dataset: Any) -> int:
+    """Samples of the image folders in a dataset whose lists are long; 0 where there is none."""
+    if type(dataset) is Subset:
+        return count_packable(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return sum(map(count_packable, dataset.datasets))
+    return len(dataset.samples) if _is_folder(dataset) and len(dataset.samples) >= LONG else 0
+
+
+def _pack(dataset: Any) -> Any:
+    if not count_packable(dataset):
+        return dataset
+    twin = copy.copy(dataset)
+    if type(dataset) is Subset:
+        twin.dataset = _pack(dataset.dataset)
+    elif type(dataset) is ConcatDataset:
+        twin.datasets = list(map(_pack, dataset.datasets))
+    else:
+        try:
+            twin.samples = PackedList(dataset.samples)
+        except (TypeError, OverflowError):  # a folder of the user's making
+            return dataset
+        if getattr(dataset, "imgs", None) is dataset.samples:
+            twin.imgs = twin.samples
+    return twin
+
+
+def _is_folder(dataset: Any) -> bool:
+    """torchvision's own, whose methods only read the list; a class of the user's may do with it what it likes."""
+    folder = sys.modules.get("torchvision.datasets.folder")
+    return folder is not None and type(dataset) in (folder.DatasetFolder, folder.ImageFolder)

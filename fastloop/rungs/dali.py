@@ -1,0 +1,160 @@
+"""Let NVIDIA DALI read, decode, crop and normalize image files in place of the DataLoader.
+
+Faster because  it decodes in threads of C++, only the part of each picture that is used; Python touches no pixel.
+Costs           other random crops than torchvision's draws, of the same distribution; pixels deviate by 0.2 of 255
+                levels; device memory for three batches, and with decode: mixed a share of the GPU itself.
+Don't use when  data_wait is already under 2 % of the step, or the transforms are not torchvision's usual ones.
+Evidence        images that DALI decoded for the training
+Source          https://docs.nvidia.com/deeplearning/dali/user-guide/docs/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle
+from fastloop.feeds.dali.planned import DaliEngine
+from fastloop.records.card import Card
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.images import RANDOM, ImageFacts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Change, Verdict
+from fastloop.records.readings import loader
+
+ENOUGH_CPUS = 8
+"""For each GPU: on 16 an H200 trained 6,266 images/s with the CPU decoding and 5,961 with the GPU, which both jobs
+share. No measurement decides yet; fewer CPUs are taken to be too few."""
+MIXED_THREADS = 4
+"""These kept the GPU's decoder busy: 22,026 images/s, beside 24,278 with more."""
+
+CARD = Card(
+    family="feed",
+    does="DALI decodes image files outside of Python, and only the part of each that is used",
+    evidence={"images": 0},
+    answers={"data_wait": 2},
+    applies=lambda seen: loader(seen).get("decode_ms") is not None,
+    batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
+    first_start_s=2.0,
+    loads_elsewhere=True,
+)
+"""What other files know of this rung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dali:
+    """An ImageFolder's train loader through DALI: the same samples in the same batches. Evaluation stays as it is.
+
+    ImageFolder, DatasetFolder with torchvision's image loader, Subset and ConcatDataset of them, or a dataset that says
+    ``image_path_and_label(index)``; with torchvision's RandomResizedCrop, Resize, CenterCrop, RandomCrop,
+    RandomHorizontalFlip, ColorJitter, ToTensor (ToImage, ToDtype) and Normalize. Before the first step
+    real samples are made by both, with the same crops and flips; where they differ by more than rounding it is off.
+    """
+
+    enabled: bool = False
+    decode: Literal["auto", "cpu", "mixed"] = "auto"
+    """Who decodes: cpu, or mixed for the GPU with the CPU's help; auto = mixed where a GPU has fewer than 8 CPUs."""
+    threads: int | Literal["auto"] = "auto"
+    """DALI's threads per rank; auto = all CPUs of the rank, or at most 4 where the GPU decodes."""
+    resize: Literal["auto", "cpu", "device"] = "auto"
+    """Where pictures that the CPU decoded are resized; auto = on the device, which has less to do."""
+
+    def __post_init__(self) -> None:
+        why, do = "nobody would decode", "write a positive number or auto"
+        require_positive("dali.threads", self.threads, why=why, do=do)
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for an engine in the train loader's place where its samples are known to be image files."""
+        if facts.steps_with_iterator:
+            raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
+        if not facts.has_dali:
+            cuda = (facts.cuda_version or "13").split(".")[0]
+            raise NotApplicable(f'DALI is not installed; pip install "lightning-fastloop[dali-cuda{cuda}]"')
+        if facts.device not in ("cpu", "cuda"):
+            raise NotApplicable(f"DALI loads for CUDA and the CPU; this run is on {facts.device}")
+        if self.decode == "mixed" and facts.device != "cuda":
+            raise NotApplicable("decode: mixed needs CUDA; write auto or cpu")
+        if facts.loader is None:
+            return Change(waits_for="the train loader", may_want=("loader.engine",))
+        loader = facts.loader
+        images = _find_images(loader, facts)
+        on_gpu = facts.device == "cuda"
+        decode, threads = self._choose(facts)
+        engine = DaliEngine(
+            steps=images.steps,
+            decode=decode,
+            threads=threads,
+            resize="cpu" if self.resize == "cpu" or not on_gpu else "device",
+            batch_size=loader.batch_size or 1,
+            on_gpu=on_gpu,
+            keeps=not facts.reload_every_n_epochs,
+        )
+        return Change(
+            wants={"loader.engine": engine},
+            parity="approximate",
+            notes=tuple(self._notes(engine, images, loader, facts)),
+            facts={"loader": dataclasses.replace(loader, engine="DALI", on_device=on_gpu, num_workers=0)},
+        )
+
+    def _choose(self, facts: Facts) -> tuple[Where, int]:
+        """Who decodes, with how many threads. A rule for now; a measured choice would come in here."""
+        cpus = max(1, facts.cpu_count // max(1, facts.local_ranks))
+        decode = self.decode
+        if decode == "auto":
+            decode = "mixed" if facts.device == "cuda" and cpus < ENOUGH_CPUS else "cpu"
+        if self.threads != "auto":
+            return decode, self.threads
+        return decode, min(cpus, MIXED_THREADS) if decode == "mixed" else cpus
+
+    def _notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
+        by = "the GPU decodes" if engine.decode == "mixed" else "the CPU decodes"
+        rule = f" (by a rule: {ENOUGH_CPUS} CPUs for each GPU are taken to be enough)" if facts.device == "cuda" else ""
+        notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; train loaders only"]
+        if random := [type(step).__name__ for step in images.steps if isinstance(step, RANDOM)]:
+            notes.append(f"DALI draws its own random numbers: {', '.join(random)} come out differently each time")
+        if loader.num_workers:
+            notes.append(f"your {loader.num_workers} worker processes are not started")
+        notes.append("a run resumed within an epoch has other crops and flips for the rest of it; DALI keeps no state")
+        return notes
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when DALI decoded images; says how many batches it could not, and how close the pictures were."""
+        found = seen.evidence.get("dali", {})
+        images, plain = found.get("images"), found.get("plain_batches")
+        if images is None:
+            return Verdict(took=None, why="the train loader was never asked for a batch")
+        why = f"DALI decoded {images} images ({found.get('decode')}, {found.get('threads')} threads)"
+        if (mean := found.get("mean_levels")) is not None:
+            why += f"; {found['checked_samples']} compared samples deviate by {mean:.2f} of 255 levels"
+        if plain:
+            why += f"; {plain} batches were loaded without it: {found.get('why_plain')}"
+        return Verdict(took=images > 0, why=why)
+
+
+def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:
+    """What happens to each file; raises NotApplicable with what is in the way."""
+    kind = loader.kind
+    if not loader.is_dataloader:
+        raise NotApplicable(f"{kind} is not a DataLoader: a DALI iterator of your own, for one, is left as it is")
+    if loader.engine is not None:
+        raise NotApplicable(f"{loader.engine} loads the samples already")
+    if (why := find_obstacle(loader.images)) is not None:
+        raise NotApplicable(why)
+    if loader.custom_collate:
+        raise NotApplicable("a collate_fn of your own makes the batches; DALI makes whole batches itself")
+    if not loader.auto_collates or loader.batch_size is None:
+        raise NotApplicable(f"{kind} has no batch_size, by which DALI's memory is laid out")
+    if loader.batches == 0:
+        raise NotApplicable("the loader has no batches: drop_last, and fewer samples than one batch")
+    if loader.stateful:
+        raise NotApplicable(f"{kind} keeps a position of its own, which DALI's look-ahead would shift")
+    if loader.sampler_hazards:
+        raise NotApplicable(f"DALI asks the sampler ahead of the training: {'; '.join(loader.sampler_hazards)}")
+    if loader.own_iterator:
+        raise NotApplicable(f"{kind} makes its own iterators")
+    if facts.device == "cuda" and "on_before_batch_transfer" in facts.transfer_hooks:
+        raise NotApplicable("on_before_batch_transfer expects batches that are not on the device yet")
+    assert isinstance(loader.images, ImageFacts)
+    return loader.images

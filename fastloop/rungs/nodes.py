@@ -1,0 +1,114 @@
+"""Make batches ahead of time, in threads of the training process.
+
+Faster because  the device no longer waits while the next batch is decoded, and no batch is copied between processes.
+Costs           two batches in host memory for each thread; the threads share Python's one lock with the training loop.
+Don't use when  Python code makes the samples: threads run beside each other only where libraries read and decode, or in
+                a Python that has no such lock. With `workers` or `dali`: pick one.
+Evidence        threads that made batches of an epoch, and the samples in them
+Source          https://docs.pytorch.org/data/0.11/torchdata.nodes.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.records.card import Card, read_int
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Change, Verdict
+from fastloop.records.readings import is_worth_handing_over, loader
+
+MOST = 16
+"""`auto` stops here: the threads of one process take turns where they run Python."""
+GIL = "threads take turns where they run Python code: this pays where libraries read and decode the samples"
+
+CARD = Card(
+    family="feed",
+    does="threads of this process read and decode, and no batch is sent between processes",
+    evidence={"threads": 0},
+    applies=lambda seen: (
+        loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
+    ),
+    variants=(),  # a climb predicts a loader by the number of its processes, and here are none
+    batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
+)
+"""What other files know of this rung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """What loads in the place of the loader."""
+
+    threads: int
+
+    def make(self, loader: Any) -> Any:
+        """The pipeline over this loader's dataset, sampler and collate function."""
+        from fastloop.feeds.nodes.pipeline import ThreadEngine
+
+        return ThreadEngine(loader, self.threads, turn_off="rungs.nodes.enabled: false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """A torchdata.nodes pipeline of threads for map-style loaders without workers, where threads can share the dataset.
+    Evaluation loaders stay as they are."""
+
+    enabled: bool = False
+    threads: int | Literal["auto"] = "auto"
+    """Threads per rank; auto = CPUs of this process (affinity and cgroup) shared by the local ranks, less one, at most
+    16."""
+
+    def __post_init__(self) -> None:
+        do = "write a positive number or auto, or nodes.enabled: false"
+        require_positive("nodes.threads", self.threads, why="zero threads load nothing", do=do)
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for threads in the place of a loader whose dataset, as its code shows, they can share."""
+        if facts.loader is None:
+            return Change(waits_for="the train loader", may_want=("loader.engine",))
+        if (obstacle := _find_obstacle(facts.loader)) is not None:
+            raise NotApplicable(obstacle)
+        share = max(1, min(MOST, facts.cpu_count // max(1, facts.local_ranks) - 1))
+        threads = share if self.threads == "auto" else self.threads
+        engine = f"a pipeline of {threads} thread{'' if threads == 1 else 's'}"
+        left = {"loader": dataclasses.replace(facts.loader, engine=engine)}
+        return Change(wants={"loader.engine": Threads(threads=threads)}, notes=(GIL,), facts=left)
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when threads made the batches that the training got."""
+        found = seen.evidence.get("nodes", {})
+        threads, samples = found.get("threads", 0), found.get("samples", 0)
+        if not threads:
+            return Verdict(took=False, why="no batch came from a thread")
+        return Verdict(took=True, why=f"{threads} thread{'' if threads == 1 else 's'} loaded {samples} samples")
+
+
+def _find_obstacle(loader: LoaderFacts) -> str | None:
+    """Why threads cannot load in the place of this loader; None where nothing speaks against them."""
+    if loader.engine is not None:
+        return f"{loader.engine} loads already"
+    if not loader.is_dataloader:
+        return f"{loader.kind} is not a DataLoader: its dataset and sampler are not known"
+    if not loader.map_style:
+        return "an iterable dataset goes through its samples itself; threads can only share one that is asked by index"
+    if loader.num_workers:
+        return (
+            f"the loader already has {loader.num_workers} workers; your number stands (set num_workers=0 for threads)"
+        )
+    if loader.stateful:
+        return f"{loader.kind} keeps its place itself, which threads would not tell it"
+    if loader.own_iterator:
+        return f"{loader.kind} makes its own iterators, which threads would pass by"
+    if loader.sampler_hazards:
+        return f"threads are ahead of the training: {'; '.join(loader.sampler_hazards)}"
+    if loader.draws_random:
+        return (
+            f"{', '.join(loader.draws_random[:3])} draw random numbers, and which thread draws which would be chance;"
+            " worker processes have generators of their own"
+        )
+    if loader.thread_hazards:
+        return f"threads cannot share the dataset as it is: {'; '.join(loader.thread_hazards)}"
+    return None

@@ -1,0 +1,227 @@
+"""What a dataset's code says about threads that share it, without taking a sample."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import socket
+import tempfile
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from fastloop.evidence.model.thread_safety import thread_hazards
+
+COUNT = {"samples": 0}
+WRITTEN = "is written while a sample is made, and threads would write it at once"
+DRAWN = "draws random numbers, and which thread draws which would be chance"
+
+
+class Items(Dataset):
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Local(Items):
+    """Writes to what is its own alone."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.data[index]
+        rows, table = [], {}
+        rows.append(sample)
+        table["sample"] = sample
+        with tempfile.TemporaryFile() as file:
+            file.write(b"1")
+            file.seek(0)
+        total = torch.zeros(3).add_(sample)
+        total += 1
+        return total
+
+
+class Caches(Items):
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.kept:
+            self.kept[index] = index
+        return self.kept[index]
+
+
+class CachesByAnotherName(Items):
+    def __getitem__(self, index: int) -> Any:
+        kept = self.kept
+        kept[index] = index
+        return index
+
+
+class OpensLate(Items):
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = tempfile.mkstemp()[1]
+        return index
+
+
+class OpensByProperty(Items):
+    @functools.cached_property
+    def file(self) -> Any:
+        return tempfile.TemporaryFile()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.file.tell()
+
+
+class CountsInProperty(Items):
+    @property
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
+
+    def __getitem__(self, index: int) -> Any:
+        return self.next_number
+
+
+class Reader:
+    def fetch(self, index: int) -> int:
+        self.place = index
+        return self.place
+
+
+class AsksReader(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.reader.fetch(index)
+
+
+class Fills(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer.copy_(torch.zeros(3)).clone()
+
+
+class FillsOut(Items):
+    def __getitem__(self, index: int) -> Any:
+        return np.add(index, 1, out=self.buffer).copy()
+
+
+class ByName(Items):
+    def __getitem__(self, index: int) -> Any:
+        setattr(self, "last", index)  # noqa: B010
+        return index
+
+
+class CountsOutside(Items):
+    def __getitem__(self, index: int) -> Any:
+        COUNT["samples"] += 1
+        return index
+
+
+class Noisy(Items):
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(3)
+
+
+def collate_counting(samples: Any) -> Any:
+    COUNT["samples"] += len(samples)
+    return samples
+
+
+def typed(source: str) -> Any:
+    """A class that has no source to read, as at a prompt."""
+    names: dict[str, Any] = {"Items": Items}
+    exec(source, names)
+    return names["Typed"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (Caches(kept={}), f"dataset.kept {WRITTEN}"),
+        (CachesByAnotherName(kept={}), f"dataset.kept {WRITTEN}"),
+        (OpensLate(file=None), f"dataset.file {WRITTEN}"),
+        (OpensByProperty(), f"dataset.file {WRITTEN}"),
+        (CountsInProperty(number=0), f"dataset.number {WRITTEN}"),
+        (AsksReader(reader=Reader()), f"dataset.reader.place {WRITTEN}"),
+        (Fills(buffer=torch.zeros(3)), f"dataset.buffer {WRITTEN}"),
+        (FillsOut(buffer=np.zeros(1)), f"dataset.buffer {WRITTEN}"),
+        (ByName(), f"dataset (attributes by their names) {WRITTEN}"),
+        (CountsOutside(), f"dataset (the outer COUNT) {WRITTEN}"),
+        (Noisy(), f"dataset (Noisy.__getitem__) {DRAWN}"),
+        (Subset(Caches(kept={}), [0]), f"dataset.dataset.kept {WRITTEN}"),
+        (Items(text=io.BytesIO(b"a")), "dataset.text (BytesIO) keeps a place or settings that each use changes"),
+        (
+            Items(source=random.Random(1)),
+            "dataset.source (Random) is a random generator, and which thread draws which of its numbers"
+            " would be chance",
+        ),
+        (
+            Items(rows=iter([1])),
+            "dataset.rows (list_iterator) is an iterator, and which thread gets which of its items would be chance",
+        ),
+        (
+            typed("class Typed(Items):\n  def __getitem__(self, index):\n    self.x = index\n    return index")(),
+            f"dataset (something in __getitem__, which has no source to read) {WRITTEN}",
+        ),
+    ],
+)
+def test_what_threads_cannot_share(dataset: Any, expected: str) -> None:
+    assert thread_hazards(dataset, default_collate) == (expected,)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Local(data=[1, 2, 3, 4]),
+        TensorDataset(torch.zeros(3)),
+        Subset(Local(data=[1]), [0]),
+        ConcatDataset([Local(data=[1])]),
+        Items(values=np.zeros(3), lock=threading.Lock(), transform=lambda x: x * 2),
+        typed("class Typed(Items):\n  def __getitem__(self, index):\n    return index + 1")(),
+    ],
+)
+def test_what_they_can(dataset: Any) -> None:
+    assert thread_hazards(dataset, default_collate) == ()
+
+
+def test_a_collate_function_handles_and_connections() -> None:
+    assert thread_hazards(Items(), collate_counting) == (f"collate_fn (the outer COUNT) {WRITTEN}",)
+    ends = socket.socketpair()
+    with tempfile.TemporaryFile() as file:
+        found = thread_hazards(Items(file=file, ends=ends))
+    for end in ends:
+        end.close()
+    assert "dataset.file is an open file handle, which threads would share; open it in __getitem__ instead" in found
+    assert any("is a connection or a client of one, and answers to several threads" in each for each in found)
+
+
+def test_an_installed_dataset_that_seeds_the_shared_generator() -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    assert thread_hazards(datasets.FakeData()) == (f"dataset (FakeData) {DRAWN}",)
+    assert thread_hazards(datasets.MNIST.__new__(datasets.MNIST)) == ()
+
+
+def test_a_buffer_that_threads_share_does_go_wrong() -> None:
+    """The control: what is refused is a fault."""
+    meet = threading.Barrier(2, timeout=20)
+
+    class Shared(Fills):
+        def __getitem__(self, index: int) -> Any:
+            self.buffer.fill_(index)
+            meet.wait()
+            return self.buffer.clone()
+
+    dataset = Shared(buffer=torch.zeros(1))
+    got: dict[int, float] = {}
+    threads = [threading.Thread(target=lambda i=i: got.update({i: float(dataset[i])})) for i in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert got[0] == got[1] and thread_hazards(dataset) != ()
+    assert [int(batch) for batch in DataLoader(Items(), batch_size=1)] == [0, 1, 2, 3]

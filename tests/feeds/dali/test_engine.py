@@ -1,0 +1,366 @@
+"""Batches by DALI hold the samples that the loader's own sampler asks for: each once, in order, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+pytest.importorskip("torchvision")
+from PIL import Image
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
+from torchvision import transforms as T
+
+from fastloop.errors import FastLoopError, NotApplicable
+from fastloop.feeds.accumulation_windows import WindowSampler
+from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.dali import engine as engines
+from fastloop.feeds.dali.engine import DaliLoader, try_pixels
+from fastloop.feeds.dali.graph import Machine
+from fastloop.feeds.images.reading import read_source
+from fastloop.feeds.lazy_loader import clone
+from fastloop.feeds.window_batches import WindowDataset, collate_window
+from tests.feeds.dali.folders import make_folder, make_picture, read_folder
+
+MACHINE = Machine(threads=2)
+STILL = [T.Resize((16, 16)), T.ToTensor()]
+"""Nothing random: both makers come to the same pictures."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("pictures"))
+
+
+def make(loader: Any, **settings: Any) -> DaliLoader:
+    size = getattr(loader.batch_sampler, "batch_size", None) or 4
+    steps = read_source(getattr(loader.dataset, "inner", loader.dataset)).facts.steps
+    return DaliLoader(loader, steps, MACHINE, batch_size=size, **settings)
+
+
+def count_threads() -> int:
+    gc.collect()
+    return psutil.Process().num_threads()
+
+
+class Numbered:
+    """A folder whose labels are the samples' own numbers."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.transform = inner, inner.transform
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def image_path_and_label(self, index: int) -> tuple[str, int]:
+        return self.inner.samples[index][0], index
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index][0], index
+
+
+def labels_of(batches: Any) -> list[list[int]]:
+    return [labels.tolist() for _, labels in batches]
+
+
+@pytest.mark.parametrize("settings", [{"shuffle": True}, {"shuffle": True, "drop_last": True}, {}, {"batch_size": 50}])
+def test_three_epochs_have_the_batches_of_the_loader(folder: Path, settings: dict[str, Any]) -> None:
+    """L1, L2. Workers draw augmentation elsewhere, as DALI does, so that shuffles come from the same numbers."""
+    loader = DataLoader(Numbered(read_folder(folder)), **{"batch_size": 6, **settings})
+    ours, orders = make(loader), []
+    for epoch in range(3):
+        torch.manual_seed(epoch)
+        expected = list(loader.batch_sampler)
+        torch.manual_seed(epoch)
+        batches = list(ours.load(seed=epoch))
+        assert labels_of(batches) == expected and len(batches) == len(loader)
+        assert [list(pictures.shape) for pictures, _ in batches] == [[len(each), 3, 32, 32] for each in expected]
+        orders.append(list(chain.from_iterable(expected)))
+    assert ours.images == sum(map(len, orders)) and ours.plain_batches == 0
+
+
+@pytest.mark.parametrize("kind", ["subset", "concat", "method"])
+def test_pictures_and_labels_belong_together(folder: Path, kind: str) -> None:
+    whole = read_folder(folder, *STILL)
+    dataset = {
+        "subset": Subset(whole, [7, 3, 3, 19, 0]),
+        "concat": ConcatDataset([Subset(whole, [4, 5]), whole]),
+        "method": Numbered(whole),
+    }[kind]
+    loader = DataLoader(dataset, batch_size=4)
+    batches = list(zip(make(loader).load(0), loader, strict=True))
+    for ours, plain in batches:
+        assert type(ours) is type(plain) is list
+        assert torch.equal(ours[1], plain[1]) and ours[1].dtype == plain[1].dtype == torch.int64
+        assert ours[0].dtype == plain[0].dtype and ours[0].stride() == plain[0].stride()
+        assert 255 * (ours[0] - plain[0]).abs().mean() < 0.5
+    other = 255 * (batches[0][0][0] - batches[0][1][0].flip(0)).abs().mean()
+    assert other > 5, "the control: pictures in another order are far apart"
+
+
+def test_bytes_stay_bytes(folder: Path) -> None:
+    loader = DataLoader(read_folder(folder, T.Resize((16, 16)), T.PILToTensor()), batch_size=4)
+    ours, plain = next(make(loader).load(0)), next(iter(loader))
+    assert ours[0].dtype == plain[0].dtype == torch.uint8 and ours[0].stride() == plain[0].stride()
+    assert (ours[0].float() - plain[0].float()).abs().mean() < 0.5
+
+
+def test_an_epoch_that_is_left_early_takes_nothing_along(folder: Path) -> None:
+    loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=2)
+    ours = make(loader)
+    threads = count_threads()
+    for taken in (0, 1, 3, 9, 10):
+        epoch = ours.load(0)
+        assert labels_of(islice(epoch, taken)) == [[2 * at, 2 * at + 1] for at in range(taken)]
+        del epoch
+        assert labels_of(ours.load(0)) == [[2 * at, 2 * at + 1] for at in range(10)]
+    ours.close()
+    assert count_threads() <= threads
+
+
+def test_a_second_epoch_while_the_first_still_stands(folder: Path) -> None:
+    """As a validation in mid-epoch, or Lightning's look at an iterable, might leave it."""
+    ours = make(DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=5))
+    first = ours.load(0)
+    next(first)
+    first.close()
+    assert labels_of(ours.load(0)) == [list(range(at, at + 5)) for at in (0, 5, 10, 15)]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_threads_end(folder: Path, keeps: bool) -> None:
+    before = count_threads()
+    ours = make(DataLoader(read_folder(folder), batch_size=6), keeps=keeps)
+    list(ours.load(0))
+    assert (count_threads() > before) is keeps
+    ours.close()
+    assert count_threads() <= before
+
+
+def test_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader's seed decides; epochs and ranks differ."""
+    loader = DataLoader(read_folder(folder), batch_size=20)
+
+    def draw(seed: int, epochs: int = 1, rank: int = 0) -> list[torch.Tensor]:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: bool(rank))
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        ours = make(loader)
+        return [next(iter(ours.load(seed)))[0] for _ in range(epochs)]
+
+    first, second = draw(2**62 + 1, epochs=2)
+    assert torch.equal(first, draw(2**62 + 1)[0])
+    for other in (second, *draw(7), *draw(2**62 + 1, rank=1)):
+        assert not torch.equal(first, other)
+
+
+# -- windows, orders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concatenates", [True, False])
+def test_accumulation_windows(folder: Path, concatenates: bool) -> None:
+    loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=3)
+    data = WindowDataset(loader.dataset, loader.collate_fn, concatenates=concatenates)
+    sampler = WindowSampler(loader.batch_sampler, 3)
+    merged = clone(loader, {"batch_sampler": sampler, "dataset": data, "collate_fn": collate_window})
+    ours, plain = list(make(merged).load(0)), list(merged)
+    assert len(ours) == len(plain) == 3
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(theirs, Window):
+            assert labels_of(mine) == labels_of(theirs)
+            assert [pictures.shape for pictures, _ in mine] == [pictures.shape for pictures, _ in theirs]
+        else:
+            assert torch.equal(mine[1], theirs[1]) and mine[0].shape == theirs[0].shape
+    assert type(ours[0]) is (list if concatenates else Window)
+
+
+def test_pictures_come_in_the_order_that_is_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU DALI makes them channels-last; here it is told to, and asked twice."""
+    monkeypatch.setattr(Machine, "layout", "HWC")
+    loader = DataLoader(read_folder(folder, *STILL), batch_size=4)
+    ours, plain = make(loader), next(iter(loader))[0]
+    epoch = ours.load(0)
+    contiguous = next(epoch)[0]
+    ours.wants_channels_last = lambda: True
+    last = next(epoch)[0]
+    assert contiguous.is_contiguous() and contiguous.stride() == plain.stride()
+    assert last.is_contiguous(memory_format=torch.channels_last) and last.shape == plain.shape
+    assert 255 * (contiguous - plain).abs().mean() < 0.5
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+TURNED = Image.Exif()
+TURNED[274] = 6
+
+
+def damage(path: Path, how: str) -> None:
+    """Put another file in the place of a picture."""
+    picture = make_picture(1)
+    content = path.read_bytes()
+    if how == "zero bytes":
+        path.write_bytes(b"")
+    elif how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "text":
+        path.write_bytes(b"no picture at all")
+    elif how == "gone":
+        path.unlink()
+    elif how == "turned":
+        picture.save(path, exif=TURNED)
+    elif how in ("GIF", "PNG", "WEBP", "BMP"):
+        picture.save(path, format=how)
+    else:
+        picture.convert(how).save(path, format="JPEG" if how in ("CMYK", "L") else "PNG")
+
+
+@pytest.mark.filterwarnings("ignore:fastloop:UserWarning", "ignore:Palette images")
+@pytest.mark.parametrize("how", ["CMYK", "L", "RGBA", "LA", "P", "1", "PNG", "WEBP", "BMP", "GIF", "turned"])
+def test_unusual_files_become_what_the_loader_makes_of_them(tmp_path: Path, how: str) -> None:
+    """D17. Whatever the suffix says; what DALI cannot read is made by the dataset itself."""
+    make_folder(tmp_path, 12)
+    loader = DataLoader(read_folder(tmp_path, *STILL), batch_size=4)
+    damage(tmp_path / "class2" / "006.jpg", how)
+    ours = make(loader)
+    for mine, plain in zip(ours.load(0), loader, strict=True):
+        assert torch.equal(mine[1], plain[1]) and 255 * (mine[0] - plain[0]).abs().mean() < 0.5
+    assert ours.plain_batches == (how == "GIF") and ours.images == 12 - 4 * (how == "GIF")
+
+
+@pytest.mark.parametrize("how", ["zero bytes", "truncated", "text", "gone"])
+def test_damaged_files_end_the_training_with_their_names(tmp_path: Path, how: str) -> None:
+    """D17. After the batches before them, and with the error of the plain loader behind ours."""
+    make_folder(tmp_path, 12)
+    loader = DataLoader(Numbered(read_folder(tmp_path, *STILL)), batch_size=2)
+    bad = loader.dataset.inner.samples[7][0]
+    damage(Path(bad), how)
+    with pytest.raises(Exception) as plain:
+        list(loader)
+    ours, seen = make(loader), []
+    with pytest.raises(FastLoopError) as error:
+        for batch in ours.load(0):
+            seen.append(batch[1].tolist())
+    assert seen == [[0, 1], [2, 3], [4, 5]]
+    assert f"got {bad}, sample 7, which cannot be read: {type(plain.value).__name__}" in str(error.value)
+    assert type(error.value.__cause__) is type(plain.value) and str(error.value.__cause__) == str(plain.value)
+
+
+def test_what_dali_cannot_read_is_said_once_and_by_name(tmp_path: Path) -> None:
+    make_folder(tmp_path, 12)
+    for number in (2, 9):
+        damage(tmp_path / f"class{number % 4}" / f"{number:03d}.jpg", "GIF")
+        (tmp_path / f"class{number % 4}" / f"{number:03d}.jpg").rename(
+            tmp_path / f"class{number % 4}" / f"{number}.gif"
+        )
+    from torchvision.datasets import ImageFolder
+
+    dataset = ImageFolder(str(tmp_path), T.Compose(STILL), is_valid_file=lambda path: True)
+    ours = make(DataLoader(dataset, batch_size=3))
+    with pytest.warns(UserWarning, match=r"DALI could not read a batch, which was loaded without it") as said:
+        labels = list(chain.from_iterable(labels_of(ours.load(0))))
+    assert labels == dataset.targets and len(said) == 1 and ".gif: RuntimeError: " in str(said[0].message)
+    seen = ours.evidence()
+    assert seen["plain_batches"] == 2 and seen["images"] == 6 and ".gif" in str(seen["why_plain"])
+
+
+@pytest.mark.filterwarnings("ignore:fastloop:UserWarning")
+def test_dali_is_left_alone_where_it_fails_time_and_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=2)
+    ours, starts = make(loader), []
+    right = engines.make_pipeline
+
+    def fail(*given: Any, **settings: Any) -> Any:
+        starts.append(1)
+        if len(starts) > 1:
+            raise RuntimeError("planted")
+        return right(*given, **settings)
+
+    monkeypatch.setattr(engines, "make_pipeline", fail)
+    epoch = ours.load(0)
+    got = labels_of(islice(epoch, 2))
+    ours._broken = RuntimeError("planted, in mid-epoch")
+    got += labels_of(epoch)
+    assert got == [[2 * at, 2 * at + 1] for at in range(10)]
+    assert ours.plain_batches == 8 and len(starts) == engines.MOST_FAILURES
+
+
+class Raises:
+    """A batch sampler that breaks."""
+
+    batch_size = 2
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for at in range(self.after):
+            yield [2 * at, 2 * at + 1]
+        raise KeyError("planted")
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_what_the_sampler_raises_comes_after_the_batches_before_it(folder: Path, after: int) -> None:
+    loader = clone(DataLoader(Numbered(read_folder(folder))), {"batch_sampler": Raises(after)})
+    ours, seen = make(loader), []
+    before = count_threads()
+    with pytest.raises(KeyError, match="planted"):
+        for batch in ours.load(0):
+            seen.append(batch[1].tolist())
+    assert seen == [[2 * at, 2 * at + 1] for at in range(after)]
+    ours.close()
+    assert count_threads() <= before
+
+
+def test_what_the_labels_raise(folder: Path) -> None:
+    class Mislabeled(Numbered):
+        def image_path_and_label(self, index: int) -> tuple[str, int]:
+            if index == 5:
+                raise ValueError("planted")
+            return super().image_path_and_label(index)
+
+    with pytest.raises(ValueError, match="planted"):
+        list(make(DataLoader(Mislabeled(read_folder(folder)), batch_size=2)).load(0))
+
+
+def test_a_crop_larger_than_its_picture(folder: Path) -> None:
+    """torchvision refuses it, and so do we, with the file's name."""
+    loader = DataLoader(
+        read_folder(folder, T.Resize((16, 16)), T.RandomCrop(20, padding=1), T.ToTensor()), batch_size=2
+    )
+    with pytest.raises(FastLoopError, match=r"\.jpg, sample 0, which cannot be read: ValueError: Required crop size"):
+        next(make(loader).load(0))
+
+
+def test_a_dali_that_does_not_start_is_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing libraries of another CUDA show when it is imported, or when a pipeline is made."""
+    loader = DataLoader(read_folder(folder), batch_size=2)
+    steps = read_source(loader.dataset).facts.steps
+    assert try_pixels(loader, steps, MACHINE).samples == 10
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(engines, "make_pipeline", fail)
+    with pytest.raises(NotApplicable, match=r"DALI does not start here \(OSError: libcudart.so.12: cannot") as refused:
+        try_pixels(loader, steps, MACHINE)
+    assert 'pip install "lightning-fastloop[dali-cuda1' in str(refused.value)
+
+
+def test_orders_of_a_generator_of_ones_own(folder: Path) -> None:
+    """A sampler that is asked beyond its end would shuffle the next epoch differently."""
+    dataset = Numbered(read_folder(folder, *STILL))
+
+    def order(read: Any) -> list[list[list[int]]]:
+        sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
+        loader = clone(DataLoader(dataset), {"batch_sampler": BatchSampler(sampler, 6, drop_last=False)})
+        return [read(loader) for _ in range(2)]
+
+    plain = order(lambda loader: labels_of(DataLoader(dataset, batch_sampler=loader.batch_sampler)))
+    assert order(lambda loader: labels_of(make(loader).load(0))) == plain

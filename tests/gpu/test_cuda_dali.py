@@ -1,0 +1,95 @@
+"""DALI's batches on a real device: right pixels, right order, and nothing overwritten while it is still read."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fastloop import FastLoop
+from tests.rungs.test_dali import Sees, load, pictures
+
+pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+ARMS = [("cpu", "cpu"), ("cpu", "device"), ("mixed", "device")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.feeds.dali.folders import make_folder
+
+    return make_folder(tmp_path_factory.mktemp("pictures"), 40)
+
+
+def make(loader: Any, decode: str, resize: str) -> Any:
+    from fastloop.feeds.dali.engine import DaliLoader
+    from fastloop.feeds.dali.graph import Machine
+    from fastloop.feeds.images.reading import read_source
+
+    machine = Machine(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
+    return DaliLoader(loader, read_source(loader.dataset).facts.steps, machine, batch_size=loader.batch_size)
+
+
+@pytest.mark.parametrize(("decode", "resize"), ARMS)
+@pytest.mark.parametrize("last", [True, False])
+def test_batches_are_those_of_the_dataset(folder: Path, decode: str, resize: str, last: bool) -> None:
+    loader = DataLoader(pictures(folder, still=True), batch_size=6)
+    engine = make(loader, decode, resize)
+    engine.wants_channels_last = lambda: last
+    for ours, plain in zip(engine.load(0), loader, strict=True):
+        assert ours[0].is_cuda and ours[1].is_cuda and torch.equal(ours[1].cpu(), plain[1])
+        assert 255 * 0.25 * (ours[0].cpu() - plain[0]).abs().mean() < (2.0 if decode == "mixed" else 0.5)
+        assert ours[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    assert engine.plain_batches == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(("decode", "resize"), ARMS)
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_a_batch_stays_until_the_device_has_read_it(folder: Path, decode: str, resize: str, side_stream: bool) -> None:
+    """The device sleeps, then reads; the host has long dropped the batch by then, and DALI made others."""
+    loader = DataLoader(pictures(folder, still=True), batch_size=2)
+    engine = make(loader, decode, resize)
+    engine.wants_channels_last = lambda: True
+    expected = [float(images.double().sum()) for images, _ in engine.load(0)]
+    assert len(set(expected)) == len(expected)
+    stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
+    sums = []
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            for images, _ in engine.load(0):
+                torch.cuda._sleep(20_000_000)
+                sums.append(images.double().sum())
+                del images
+    torch.cuda.synchronize()
+    assert [float(value) for value in sums] == pytest.approx(expected * 3, rel=1e-9)
+    engine.close()
+
+
+@pytest.mark.parametrize("decode", ["auto", "cpu", "mixed"])
+def test_a_fit(folder: Path, decode: str) -> None:
+    rungs = {"dali": {"decode": decode}, "pin": {}, "prefetch": {}, "workers": {}, "layout": {}}
+    config = {"rungs": {name: {"enabled": True, **keys} for name, keys in rungs.items()}, "watch": {"warmup_steps": 1}}
+    import lightning as L
+
+    loop, module = FastLoop(config, quiet=True), Sees(convolves=True)
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[loop],
+    )
+    trainer.fit(module, load(folder))
+    verdicts = {verdict.rung: verdict for verdict in loop.verdicts}
+    assert verdicts["dali"].took, verdicts["dali"].why
+    for rung in ("pin", "prefetch"):
+        assert verdicts[rung].why.startswith("DALI makes the batches on the device")
+    labels = [sorted(chain.from_iterable(module.labels[at : at + 7])) for at in (0, 7, 14)]
+    assert labels == [list(range(40))] * 3

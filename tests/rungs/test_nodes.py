@@ -1,0 +1,446 @@
+"""The nodes rung: whose loader threads may stand in for, that samples and their order stay, and that threads end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+
+from fastloop import FastLoop
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.feeds import tried_workers
+from fastloop.ladder import Ladder, plan
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.measurement import Measurement
+from fastloop.rungs.nodes import GIL, Nodes, Threads
+from fastloop.rungs.workers import Workers
+from tests.rungs.two_ranks import results
+from tests.runs import Net, batches, both, distance, feed_on_cpu, numbered, run
+
+pytestmark = pytest.mark.timeout(90)
+NODES = {"nodes": {"threads": 2}}
+
+
+def facts(loader: dict[str, Any] | None = None, **machine: Any) -> Facts:
+    record = None if loader is None else LoaderFacts(**{"kind": "DataLoader", **loader})
+    return Facts(**{"cpu_count": 8, **machine}, loader=record)
+
+
+def list_threads() -> list[str]:
+    """Threads that load, once those that have been told to end had the time."""
+    end = time.monotonic() + 5
+    while True:
+        ours = [each.name for each in threading.enumerate() if "_apply_udf" in each.name or "_queue" in each.name]
+        if not ours or time.monotonic() > end:
+            return ours
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_lives_on() -> Iterator[None]:
+    yield
+    assert list_threads() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "threads"),
+    [
+        ({}, facts({}), 7),
+        ({}, facts({}, cpu_count=1), 1),
+        ({}, facts({}, cpu_count=64), 16),
+        ({}, facts({}, cpu_count=8, local_ranks=4), 1),
+        ({"threads": 24}, facts({}), 24),
+        ({}, facts({"may_change": ("dataset.x is changed by its scan()",)}), 7),
+    ],
+)
+def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
+    change = Nodes(enabled=True, **settings).plan(given)
+    assert change.wants == {"loader.engine": Threads(threads=threads)} and change.parity == "exact"
+    assert change.notes == (GIL,) and not change.actions
+    assert change.facts["loader"].engine == f"a pipeline of {threads} thread{'' if threads == 1 else 's'}"
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ({"engine": "DALI"}, "DALI loads already"),
+        (
+            {"is_dataloader": False, "kind": "list"},
+            "list is not a DataLoader: its dataset and sampler are not known",
+        ),
+        (
+            {"map_style": False},
+            "an iterable dataset goes through its samples itself; threads can only share one that is asked by index",
+        ),
+        (
+            {"num_workers": 3},
+            "the loader already has 3 workers; your number stands (set num_workers=0 for threads)",
+        ),
+        ({"stateful": True}, "DataLoader keeps its place itself, which threads would not tell it"),
+        ({"own_iterator": True}, "DataLoader makes its own iterators, which threads would pass by"),
+        ({"sampler_hazards": ("a is x", "b")}, "threads are ahead of the training: a is x; b"),
+        (
+            {"draws_random": ("RandomCrop", "a", "b", "c")},
+            "RandomCrop, a, b draw random numbers, and which thread draws which would be chance; worker processes have"
+            " generators of their own",
+        ),
+        ({"thread_hazards": ("a is x", "b")}, "threads cannot share the dataset as it is: a is x; b"),
+    ],
+)
+def test_plan_refuses(loader: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotApplicable) as refused:
+        Nodes(enabled=True).plan(facts(loader))
+    assert str(refused.value) == reason
+
+
+def test_one_of_both_loads() -> None:
+    both_on = Ladder(nodes=Nodes(enabled=True), workers=Workers(enabled=True))
+    steps = {step.rung: (step.status, step.reason) for step in plan(both_on, facts({})).steps}
+    assert steps["nodes"] == ("planned", None)
+    assert steps["workers"] == ("skipped", "a pipeline of 7 threads loads in the loader's place")
+    steps = {step.rung: step.status for step in plan(both_on, facts({"thread_hazards": ("x",)})).steps}
+    assert steps == {"nodes": "skipped", "workers": "planned"}
+
+
+def test_impossible_settings_are_config_errors() -> None:
+    assert Nodes(enabled=True).plan(facts()).waits_for == "the train loader"
+    for value in (0, -2, "many"):
+        with pytest.raises(ConfigError, match=r"nodes\.threads"):
+            FastLoop({"rungs": {"nodes": {"enabled": True, "threads": value}}})
+
+
+def test_takes() -> None:
+    ours = run(NODES, batches(64), max_epochs=2)
+    verdict = ours.verdict("nodes")
+    assert verdict.took is True and verdict.parity_class == "exact" and ours.seen("nodes")["samples"] == 128
+    assert verdict.why in ("2 threads loaded 128 samples", "1 thread loaded 128 samples")
+    assert Nodes(enabled=True).verify(Measurement()).took is False
+    off = run({}, batches(64), max_epochs=1)
+    assert off.loop is not None and off.loop.verdicts == () and off.seen("nodes") == {}
+
+
+class Odd(Sampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([number, 19 - number, number] for number in range(0, 20, 3))
+
+    def __len__(self) -> int:
+        return 7
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return batches(shuffle=True)
+
+
+class Nested(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx)
+
+
+@pytest.mark.parametrize("feed", [False, True])
+@pytest.mark.parametrize(
+    ("train", "module"),
+    [
+        (partial(batches, shuffle=True), Net),
+        (partial(batches, drop_last=True, shuffle=True), Net),
+        (lambda: batches(24, shuffle=True, generator=torch.Generator().manual_seed(3)), Net),
+        (lambda: DataLoader(numbered(20), batch_sampler=Odd()), Net),
+        (lambda: DataLoader(Subset(numbered(20), range(3, 18)), 4, shuffle=True), Net),
+        (lambda: CombinedLoader({"a": batches(shuffle=True)}, "max_size"), Nested),
+        (Data, Net),
+    ],
+)
+def test_parity(train: Any, module: Any, feed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact: the same samples in the same order for three epochs, bit-equal weights, the same RNG stream after."""
+    feed_on_cpu(monkeypatch)
+    runs = []
+    for rungs in (None, {**NODES, **({"prefetch": {}} if feed else {})}):
+        made = train()
+        source = {"datamodule": made, "train": None} if isinstance(made, Data) else {"train": made}
+        runs.append((run(rungs, module=module, max_epochs=3, **source), torch.rand(1)))
+    (plain, drawn), (ours, drawn_too) = runs
+    assert ours.verdict("nodes").took and (not feed or ours.reason("prefetch") is None)
+    assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
+    assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
+    assert ours.record.hooks == plain.record.hooks
+
+
+def test_parity_sees_another_order() -> None:
+    """The control."""
+    plain, other = run(None, batches(shuffle=True), max_epochs=3), run(NODES, batches(), max_epochs=3)
+    assert other.module.samples != plain.module.samples and distance(plain, other) > 0
+
+
+def test_parity_where_windows_are_merged() -> None:
+    rungs = {**NODES, "batch": {"micro_batch": 16}}
+    plain, ours = both(rungs, partial(batches, 64, 8, shuffle=True), max_epochs=2, accumulate_grad_batches=2)
+    assert ours.verdict("nodes").took and ours.verdict("batch").took
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-5
+
+
+def test_undo() -> None:
+    """The user's loader is as it was, and a second fit has threads again."""
+    loader = batches(20, shuffle=True)
+    before = dict(vars(loader))
+    ours = run(NODES, loader, max_epochs=2)
+    assert dict(vars(loader)) == before and ours.trainer.train_dataloader is loader
+    assert type(ours.trainer.strategy).__name__ == "SingleDeviceStrategy" and list_threads() == []
+    ours.trainer.fit_loop.max_epochs = 4
+    ours.trainer.fit(ours.module, loader)
+    assert ours.verdict("nodes").took and ours.trainer.current_epoch == 4 and dict(vars(loader)) == before
+
+
+@pytest.mark.multirank
+def test_two_ranks_keep_their_samples() -> None:
+    ranks = results()
+    for rank in ranks:
+        plain, ours = rank["plain"], rank["nodes"]
+        assert ours["took"] == {"nodes": True} and ours["samples"] == plain["samples"]
+        assert all(torch.equal(plain["weights"][name], ours["weights"][name]) for name in plain["weights"])
+    for epoch in range(3):
+        parts = [set(chain.from_iterable(rank["nodes"]["samples"][3 * epoch : 3 * epoch + 3])) for rank in ranks]
+        assert not parts[0] & parts[1] and parts[0] | parts[1] == set(range(44))
+
+
+class ByEpoch(Sampler):
+    """Shuffles by epoch, as DistributedSampler does."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+def test_a_resumed_run_goes_on_with_the_right_epoch(tmp_path: Path) -> None:
+    def fit(rungs: Any, epochs: int, ckpt: Any = None, save: bool = False) -> Any:
+        callbacks = (ModelCheckpoint(tmp_path, save_last=True),) if save else ()
+        loader = DataLoader(numbered(20), batch_size=8, sampler=ByEpoch())
+        return run(rungs, loader, max_epochs=epochs, ckpt=ckpt, callbacks=callbacks, enable_checkpointing=save)
+
+    fit(None, 2, save=True)
+    ours = fit(NODES, 4, tmp_path / "last.ckpt")
+    assert ours.verdict("nodes").took and ours.module.samples == fit(None, 4).module.samples[6:]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([tuple(member) for member in numbered(16)])
+
+
+class Holds(Dataset):
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+        self.rows = numbered(40)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Counts(Holds):
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return super().__getitem__(index)
+
+
+class Noisy(Holds):
+    def __getitem__(self, index: int) -> Any:
+        x, y, n = self.rows[index]
+        return x + torch.randn(8), y, n
+
+
+class Touches(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.train_dataloader  # noqa: B018
+
+
+class TouchesBefore(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.train_dataloader is None:
+            raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("train", "module", "reason"),
+    [
+        (lambda: DataLoader(Stream(), 8), Net, "an iterable dataset goes through its samples itself"),
+        (lambda: DataLoader(Counts(count=0), 8), Net, "dataset.count is written while a sample is made"),
+        (lambda: DataLoader(Noisy(), 8), Net, "Noisy.__getitem__ draw random numbers"),
+        (batches, Touches, "Touches.on_train_batch_end names train_dataloader"),
+        (batches, TouchesBefore, None),
+    ],
+)
+def test_who_cannot_have_threads_trains_without(train: Any, module: Any, reason: str | None) -> None:
+    plain, ours = both(NODES, train, module)
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert ours.verdict("nodes").took is (reason is None) and (reason or "") in (ours.reason("nodes") or "")
+
+
+@pytest.mark.parametrize("train", [lambda: batches(0), lambda: batches(4, drop_last=True)])
+def test_no_batches_at_all(train: Any) -> None:
+    """D16."""
+    ours = run(NODES, train(), max_epochs=1)
+    assert ours.trainer.global_step == 0 and ours.verdict("nodes").took is False
+
+
+class Raises(Holds):
+    def __getitem__(self, index: int) -> Any:
+        if index == 33:
+            raise LookupError("planted", "twice")
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("feed", [False, True])
+def test_an_exception_comes_from_the_fit_as_it_was(feed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D5, and the steps before it are trained."""
+    feed_on_cpu(monkeypatch)
+    steps: dict[bool, list[Any]] = {}
+
+    class Keeps(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps.setdefault(rungs is None, []).append(self.samples[-1])
+
+    for rungs in (None, {**NODES, **({"prefetch": {}} if feed else {})}):
+        with pytest.raises(LookupError) as raised:
+            run(rungs, DataLoader(Raises(), 8), Keeps)
+        assert raised.value.args == ("planted", "twice")
+        if rungs and sys.version_info >= (3, 11):
+            assert "sample 33" in raised.value.__notes__[0]
+    assert steps[True] == steps[False] and len(steps[True]) == 4
+    assert list_threads() == []
+
+
+class Fails(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise RuntimeError("planted")
+        return super().training_step(batch, batch_idx)
+
+
+class Watches(L.Callback):
+    """How many threads load in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        loading = [each for each in threading.enumerate() if "_apply_udf" in each.name]
+        self.most = max(self.most, len(loading))
+
+
+@pytest.mark.parametrize("feed", [False, True])
+@pytest.mark.parametrize("end", ["done", "max_steps", "early stop", "exception", "limit_train_batches"])
+def test_no_thread_outlives_a_fit(end: str, feed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    watches = Watches()
+    rungs = {**NODES, **({"prefetch": {}} if feed else {})}
+    loader = DataLoader(Holds(), 4)
+    if end == "exception":
+        with pytest.raises(RuntimeError, match="planted"):
+            run(rungs, loader, Fails, callbacks=(watches,))
+    elif end == "early stop":
+        stop = EarlyStopping("val_loss", patience=0, min_delta=1e9)
+        ours = run(rungs, loader, val=batches(), callbacks=(watches, stop), max_epochs=9)
+        assert ours.trainer.current_epoch < 9
+    else:
+        settings = {"max_steps": {"max_steps": 3}, "limit_train_batches": {"limit_train_batches": 2}}.get(end, {})
+        run(rungs, loader, callbacks=(watches,), max_epochs=2, **settings)
+    assert watches.most == 2
+    assert list_threads() == []
+
+
+class Hangs(Holds):
+    released: Any = threading.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 20:
+            self.released.wait(30)
+        return self.rows[index]
+
+
+def test_a_thread_that_hangs_ends_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_S", 0.05), ("SAY_S", 0.2), ("LIMIT_S", 0.5)):
+        monkeypatch.setattr(tried_workers, name, seconds)
+    with (
+        pytest.raises(Exception, match=r"sample 20, is in __getitem__ at .*test_nodes\.py"),
+        pytest.warns(match="sample 20"),
+    ):
+        run(NODES, DataLoader(Hangs(), 8))
+    Hangs.released.set()
+
+
+FEW_FILES = """
+    import resource, sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    from tests.runs import Net, run
+    from tests.rungs.test_nodes import Files
+
+    class Keeps(Net):
+        kept = []
+        def training_step(self, batch, batch_idx):
+            self.kept.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    for rungs in ({"nodes": {"threads": 4}}, {"workers": {"count": 2}}):
+        try:
+            done = run(rungs, DataLoader(Files(), 2), Net if "--plain" in sys.argv else Keeps)
+            (name,) = rungs
+            print(name, "trained", done.trainer.global_step, done.verdict(name).took, done.verdict(name).why)
+        except Exception as error:
+            print(*rungs, "raised", type(error).__name__, str(error)[:200])
+"""
+
+
+class Files(Dataset):
+    """Opens a file for each sample."""
+
+    def __len__(self) -> int:
+        return 800
+
+    def __getitem__(self, index: int) -> Any:
+        with open(__file__) as file:
+            file.read(1)
+        return torch.full((8,), 1.0), torch.full((1,), 1.0), index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [False, True])
+def test_256_open_files(kept: bool) -> None:
+    """D7: threads need none for their batches; worker processes one for each tensor that somebody keeps, and are given
+    up, with that reason, where there are no more."""
+    program = [sys.executable, "-c", textwrap.dedent(FEW_FILES), *([] if kept else ["--plain"])]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=80, cwd=Path(__file__).parents[2])
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("nodes", "workers"))]
+    assert lines[0].startswith("nodes trained 400 True"), done.stderr[-2000:]
+    assert lines[1].startswith(f"workers trained 400 {not kept}"), done.stderr[-2000:]
+    if kept:
+        assert "Too many open files" in lines[1] or "received 0 items of ancdata" in lines[1]
