@@ -84,10 +84,8 @@ class TrainLoaders:
             if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
         }
         for key, value in plan.wants.items():
-            if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
-                made = settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
-                if hasattr(type(made), "finish"):  # what it left for the device
-                    self.staging.to_floats = made.finish
+            if key.startswith("dataset."):
+                self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -122,11 +120,25 @@ class TrainLoaders:
             return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
         return None
 
+    def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
+        """Put what `want` makes of the loader's dataset in its place. The want itself has the ``evidence()`` and the
+        ``close()``: the dataset that it makes may have the user's methods of these names."""
+        finishes = hasattr(want, "finish")  # it leaves something to the device, for the batches of one loader
+        if finishes and self._leaves > 1:
+            return
+        try:
+            settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+        except NotApplicable as reason:
+            self._give_up(key, str(reason))
+        else:
+            self._keep(key, want)
+            self.staging.to_floats = want.finish if finishes else self.staging.to_floats
+
     def _keep(self, key: str, made: Any) -> Any:
-        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
-        if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
+        if hasattr(made, "close"):
             self._undo(key, made.close)
         return made
 
@@ -203,7 +215,7 @@ class TrainLoaders:
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
         checked = ("loader.engine", lambda: self._checked)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
+        made = [(key, each.evidence) for key, each in self._made if hasattr(each, "evidence")]
         return [
             workers,
             ("loader.pin_memory", staging.count_pinned),
