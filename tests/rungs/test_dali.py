@@ -321,7 +321,7 @@ def test_accumulation_windows_are_merged(folder: Path) -> None:
 
 def test_rungs_that_have_nothing_to_do_say_so(folder: Path) -> None:
     ours = run({**DALI, "workers": {}}, load(folder), Sees, max_epochs=1)
-    assert ours.reason("workers") == "DALI loads the samples, without worker processes"
+    assert ours.reason("workers") == "DALI loads in the loader's place"
 
 
 def test_loaders_that_are_made_anew_each_epoch(folder: Path) -> None:

@@ -215,7 +215,7 @@ class TrainLoaders:
         staging = self.staging
         workers = ("loader.num_workers", self._count_workers)
         checked = ("loader.engine", lambda: self._checked)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(each, "evidence")]
+        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
         return [
             workers,
             ("loader.pin_memory", staging.count_pinned),
