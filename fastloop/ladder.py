@@ -17,6 +17,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Plan, Step, Verdict
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.batch import Batch
+from fastloop.rungs.cache import Cache
 from fastloop.rungs.compile import Compile
 from fastloop.rungs.dali import Dali
 from fastloop.rungs.fused import Fused
@@ -45,11 +46,12 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("cache", "attention", "loss", "host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("attention", "loss", "host", "gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
     dali: Dali = Dali()
     nodes: Nodes = Nodes()
+    cache: Cache = Cache()
     workers: Workers = Workers()
     pin: Pin = Pin()
     prefetch: Prefetch = Prefetch()

@@ -11,6 +11,24 @@ from fastloop.records.images import ImageFacts
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefixFacts:
+    """The part of a dataset's work that is the same each time: what could be kept of each sample."""
+
+    what: str
+    """In words: decoded images, or what which method returns."""
+    dataset: str
+    """Its class, and where its files lie if that is known."""
+    fingerprint: str
+    """Of that work, in hexadecimal digits."""
+    samples: int
+    """Different ones, at most."""
+    sample_bytes: int | None = None
+    """Mean bytes of what is kept of a sample; None where that is not known before one is made."""
+    names_files: bool = True
+    """It is known which files a sample is made of, so that a changed one is noticed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
     """What the train loader is, read without taking a sample from it."""
 
@@ -54,6 +72,8 @@ class LoaderFacts:
     """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
     images: ImageFacts | str = "the dataset was not looked at"
     """What happens to each file of a dataset of images; or why it is none."""
+    prefix: PrefixFacts | str = "the dataset was not looked at"
+    """What could be kept of each sample; or why nothing can."""
     engine: str | None = None
     """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""
     on_device: bool = False
@@ -71,6 +91,10 @@ class Facts:
     """Training processes that share those CPUs."""
     shm_free_bytes: int | None = None
     """Room in ``/dev/shm`` for batches on their way from workers; None where there is none, or it is not known."""
+    memory_free_bytes: int | None = None
+    """Memory that this process may still take; None where it is not known."""
+    disk_free_bytes: int | None = None
+    """Room on the disk that holds the user's cache directory; None where it is not known."""
     no_sockets_in: str | None = None
     """The directory for temporary files, where its path is too long for the sockets that workers send batches by."""
     device: str = "cpu"

@@ -19,6 +19,8 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.cache.places import find_disk_root
+from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
 from fastloop.feeds.packed_list import count_packable
@@ -36,6 +38,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         cpu_count=machine.usable_cpus(),
         local_ranks=max(1, int(getattr(strategy, "num_processes", None) or trainer.num_devices)),
         shm_free_bytes=machine.shm_free_bytes(),
+        memory_free_bytes=machine.memory_free_bytes(),
+        disk_free_bytes=machine.disk_free_bytes(find_disk_root()),
         no_sockets_in=_find_no_sockets(),
         device=device.type,
         **_read_device(device),
@@ -250,6 +254,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         long_lists=datasets.list_long(loader.dataset),
         packable=count_packable(loader.dataset),
         images=read_images(loader.dataset),
+        prefix=read_prefix(loader.dataset),
     )
 
 
