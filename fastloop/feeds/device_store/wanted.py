@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from fastloop.errors import NotApplicable
+from fastloop.evidence.worker_limits import count_draws
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import (
     CenterCrop,
@@ -127,6 +128,9 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"the dataset may change between epochs: {loader.may_change[0]}"
     if loader.sampler_hazards:
         return loader.sampler_hazards[0]
+    draws = count_draws(loader, facts)
+    if draws is not None and draws <= loader.images.count:
+        return f"the run asks for {draws:,} samples of {loader.images.count:,}: hardly one twice"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"

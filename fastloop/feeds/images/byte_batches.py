@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from fastloop.feeds.images.reading import Transform, read_source
-from fastloop.feeds.stand_in_dataset import StandInDataset
+from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.records.images import Normalize, ToFloat, ToTensor
 
 

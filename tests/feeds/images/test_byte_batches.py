@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.images.byte_batches import AsBytes, ByteSample
-from fastloop.feeds.stand_in_dataset import StandInDataset
+from fastloop.feeds.lazy_loader import StandInDataset
 from tests.pictures import MEAN, STD, draw_folder
 
 torchvision = pytest.importorskip("torchvision")
