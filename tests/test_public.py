@@ -35,8 +35,8 @@ KEYS: dict[str, Any] = {
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
         "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto"},
-        "nodes": {"enabled": False, "threads": "auto"},
         "cache": {"enabled": False, "store": "auto", "size_gb": "auto", "path": None, "url": None},
+        "nodes": {"enabled": False, "threads": "auto"},
         "workers": {
             "enabled": False,
             "count": "auto",

@@ -39,6 +39,9 @@ BUSY_PCT = 90.0
 """Share of the time with kernels from which on the device is called the limit."""
 STARVED_SHARE = 0.1
 """A device with nothing to do for this share of the step is not the limit, whatever its kernels are like."""
+MOSTLY_BUSY = 0.5
+"""Of the step. A device that is at work for so much of it, and idle only after the host has waited for it, or for no
+reason that is known, does both in turns: quicker kernels make the step shorter all the same."""
 
 
 class Exchange(NamedTuple):
@@ -120,7 +123,9 @@ class Attribution(StepParts):
     drained: bool | None
     """Whether the device had next to nothing left when the host had issued all its work; None: unknown."""
     device_ms: float | None
-    """The device's own work where the step waits for nothing else; None where a GPU is not the limit."""
+    """The device's own work where quicker kernels would make the step shorter; None where something else hides it."""
+    is_limit: bool
+    """The device is a GPU, and next to nothing else makes the step wait."""
     gpu_use: Use | None
     """What a busy GPU is busy with; None: unknown."""
     garbage_ms: float
@@ -149,8 +154,9 @@ def attribute(seen: Measurement) -> Attribution | None:
         inside=inside,
         exchange=exchange,
         drained=drained,
-        device_ms=inside.busy if inside is not None and limits else None,
-        gpu_use=classify_use(seen),
+        device_ms=inside.busy if inside is not None and (limits or _works_in_turns(step, inside)) else None,
+        is_limit=limits,
+        gpu_use=classify_use(seen, 1.0 if limits or inside is None else inside.busy / step.step_ms),
         garbage_ms=read_garbage_ms(seen),
         compile_ms=to_number((seen.evidence.get("compilation") or {}).get("ms_per_step")) or 0.0,
         pauses_ms=_find_pauses(step),
@@ -218,8 +224,29 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     sync, blocked, launch, source = idle
     rest = max(0.0, room - sync - (blocked or 0.0) - launch)
     unseen = _find_unseen(step, rest)
+    busy = rest - unseen
+    if source != "trace" and not sync:  # a queue that is full when the step is issued ran empty within it
+        sync = _share_with_lines(step, unseen)
+        unseen -= sync
+        source = read_activity(step.measured)[1] if sync else source
     owners = Inside(waits=waits, comm=comm, sync=sync, blocked=blocked, launch=launch, source=source)
-    return dataclasses.replace(owners, unseen=unseen, busy=rest - unseen)
+    return dataclasses.replace(owners, unseen=unseen, busy=busy)
+
+
+def _works_in_turns(step: StepParts, inside: Inside) -> bool:
+    """Whether a GPU's own work takes most of a step, as its counters or a trace say, and is hidden behind nothing."""
+    known = read_activity(step.measured)[0] is not None or inside.source == "trace"
+    if not step.on_gpu or not known or inside.busy < MOSTLY_BUSY * step.step_ms:
+        return False
+    beside = (step.sum_ms(*STARVING) or 0.0) + (inside.blocked or 0.0) + (inside.launch or 0.0)
+    return beside < STARVED_SHARE * max(0.0, step.step_ms - (step.sum_ms(*GAPS) or 0.0))
+
+
+def _share_with_lines(step: StepParts, idle: float) -> float:
+    """What of some idle time lines that synchronise account for: what they cost where that was measured, else all."""
+    lines = list_syncing_lines(step.measured)
+    waited = sum(to_number(line.get("ms_per_step")) or 0.0 for line in lines)
+    return min(idle, waited) if waited else idle * bool(lines)
 
 
 def _is_device_limit(step: StepParts, inside: Inside, drained: bool | None) -> bool:
@@ -275,9 +302,7 @@ def _divide_by_counters(step: StepParts, room: float, off: float | None, drained
     if idle is None:
         return None
     left, source = idle
-    lines = list_syncing_lines(step.measured) if drained else []
-    waited = sum(to_number(line.get("ms_per_step")) or 0.0 for line in lines)
-    sync = min(left, waited) if waited else left * bool(lines)
+    sync = _share_with_lines(step, left) if drained else 0.0
     left -= sync
     blocked = None if off is None else min(left, off)
     return sync, blocked, left - (blocked or 0.0) if drained else 0.0, source

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from fastloop.diagnose.attribution import Attribution
 from fastloop.diagnose.finding import NO_GAIN_PCT, bound_gain_pct, format_factor, weigh
-from fastloop.diagnose.gpu_use import compare_with_copy, find_culprit, sum_products
+from fastloop.diagnose.gpu_use import (
+    ASK_A_TRACE,
+    FUSED_ATTENTION,
+    compare_with_copy,
+    find_attention_by_hand,
+    find_culprit,
+    sum_products,
+)
 from fastloop.diagnose.remedies import Remedy, Rungs
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
@@ -54,11 +61,11 @@ def find_memory_bound(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
-    """The GPU is the limit: well used, or slow for a reason among its kernels, or for one that only a trace shows."""
+    """The GPU at work: well used, or slow for a reason among its kernels, or for one that only a trace shows."""
     seen, spent = step.measured, step.device_ms
-    if spent is None or step.gpu_use not in ("well_used", "slow"):
-        return None
     well_used = step.gpu_use == "well_used"
+    if spent is None or step.gpu_use not in ("well_used", "slow") or (well_used and not step.is_limit):
+        return None
     culprit = None if well_used else find_culprit(seen)
     share = None if culprit is None else culprit.share
     most = None if share is None else bound_gain_pct(step.to_pct(share * spent))
@@ -67,9 +74,10 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     if well_used:
         facts = _join_words("the GPU is the limit and well used", _describe_rate(seen), _describe_tensor_cores(seen))
         return cost.explain(facts, Remedy(None, "nothing to gain"), title="NOTHING TO GAIN: GPU WELL USED")
-    facts = _join_words(f"the GPU is the limit for {cost.time}", _describe_rate(seen))
+    works = "is the limit" if step.is_limit else "is at work"
+    facts = _join_words(f"the GPU {works} for {cost.time}", _describe_rate(seen), _describe_counters(seen))
     if culprit is None:
-        advice = "no rung helps: a trace shows which kernels take the time (watch.trace_steps: 10)"
+        advice = f"no rung helps: {ASK_A_TRACE}"
         return cost.explain(facts, Remedy(None, advice), title="BUSY, NOT FAST")
     title = f"BUSY, NOT FAST: {culprit.cause.replace('_', ' ').upper()}"
     remedy = rungs.choose(seen, culprit.cause, culprit.instead)
@@ -83,6 +91,14 @@ def _join_words(*words: str | None) -> str:
 def _describe_tensor_cores(seen: Measurement) -> str | None:
     active = read_gpu(seen, "tensor_active_pct")
     return None if active is None else f"tensor cores {active:.0f} % active"
+
+
+def _describe_counters(seen: Measurement) -> str | None:
+    """Where the work was not counted, what the GPU's own counters say of it."""
+    if to_number(seen.tflop_per_s) is not None:
+        return None
+    dram = read_gpu(seen, "dram_active_pct")
+    return _join_words(_describe_tensor_cores(seen), None if dram is None else f"DRAM {dram:.0f} % active") or None
 
 
 def _describe_rate(seen: Measurement) -> str | None:
@@ -114,5 +130,7 @@ def _describe_largest_family(seen: Measurement) -> str | None:
     shares = read_family_shares(seen)
     if not shares:
         return None
+    if (by_hand := find_attention_by_hand(seen)) is not None:
+        return f"attention written by hand at least {100 * by_hand:.0f} % of the kernels' time: use {FUSED_ATTENTION}"
     family = max(shares, key=shares.__getitem__)
     return f"{family} kernels {100 * shares[family]:.0f} % of the time"

@@ -14,9 +14,10 @@ FP32_MFU, PRODUCTS_SHARE, TENSOR_PCT = 0.25, 0.5, 25.0
 cores are active for less than this."""
 DRAM_PCT, COPY_SHARE = 55.0, 0.6
 """Memory is the reason from this activity of the DRAM, or from this share of what a plain copy reaches here."""
+FUSED_ATTENTION = "scaled_dot_product_attention with a fused kernel (flash, cuDNN)"
 KERNELS = {
     "optimizer": (0.15, "the optimizer takes", "its update is fused; fewer parameters or updates would be next"),
-    "attention": (0.3, "attention takes", "scaled_dot_product_attention with a fused kernel (flash, cuDNN)"),
+    "attention": (0.3, "attention takes", FUSED_ATTENTION),
     "elementwise": (
         0.3,
         "elementwise work and normalisation take",
@@ -24,6 +25,9 @@ KERNELS = {
     ),
 }
 """Kernels that may be the reason: from which share of the busy time on, the words, and what to do without a rung."""
+ASK_A_TRACE = "a trace shows which kernels take the time (fastloop diagnose --trace 5, or watch.trace_steps: 5)"
+BY_HAND = 0.15
+"""Share of the kernels' time from which on attention that no fused kernel computes is named."""
 FEW_SMS_PCT = 50.0
 LITTLE_MFU = 0.02
 """Below this share of its peak the arithmetic is not what takes the time, in whatever dtype."""
@@ -43,18 +47,31 @@ class Culprit(NamedTuple):
     """Of the kernels' time."""
 
 
-def classify_use(seen: Measurement) -> Use | None:
-    """What a busy GPU is busy with; None where that was not measured."""
-    mfu, dtype_mfu = to_number(seen.mfu.get("datasheet")), to_number(seen.mfu.get("dtype_in_use")) or 0.0
-    tensor, dram = read_gpu(seen, "tensor_active_pct") or 0.0, read_gpu(seen, "dram_active_pct") or 0.0
+def classify_use(seen: Measurement, busy: float = 1.0) -> Use | None:
+    """What a GPU is busy with; None where that was not measured.
+
+    Args:
+        busy: share of the step in which it is. Counters and rates are means over the whole step.
+    """
+    whole = 1 / max(0.1, min(1.0, busy))
+    mfu, tensor, dram = (
+        None if value is None else min(most, value * whole)
+        for value, most in (
+            (to_number(seen.mfu.get("datasheet")), 1.0),
+            (read_gpu(seen, "tensor_active_pct"), 100.0),
+            (read_gpu(seen, "dram_active_pct"), 100.0),
+        )
+    )
+    dtype_mfu, was_seen = whole * (to_number(seen.mfu.get("dtype_in_use")) or 0.0), None not in (tensor, dram)
+    tensor, dram = tensor or 0.0, dram or 0.0
     if (mfu or 0.0) >= WELL_USED_MFU or tensor >= WELL_USED_TENSOR_PCT:
         return "well_used"
     in_products = dtype_mfu >= FP32_MFU or sum_products(seen) >= PRODUCTS_SHARE
     if precision(seen) == "fp32" and tensor < TENSOR_PCT and in_products:
         return "fp32_math"
-    if dram >= DRAM_PCT or (compare_with_copy(seen) or 0.0) >= COPY_SHARE:
+    if dram >= DRAM_PCT or whole * (compare_with_copy(seen) or 0.0) >= COPY_SHARE:
         return "memory_bound"
-    return "slow" if mfu is not None or read_trace(seen) is not None else None
+    return "slow" if mfu is not None or was_seen or read_trace(seen) is not None else None
 
 
 def sum_products(seen: Measurement) -> float:
@@ -69,11 +86,22 @@ def compare_with_copy(seen: Measurement) -> float | None:
     return dram / 100 * peak / copy if dram is not None and peak and copy else None
 
 
+def find_attention_by_hand(seen: Measurement) -> float | None:
+    """Share of the kernels' time in attention that no fused kernel computes, where it is worth naming."""
+    traced = read_trace(seen) or {}
+    busy, spent = to_number(traced.get("busy_ms")), to_number(traced.get("attention_by_hand_ms"))
+    return min(1.0, spent / busy) if busy and spent and spent >= BY_HAND * busy else None
+
+
 def find_culprit(seen: Measurement) -> Culprit | None:
     """What makes a GPU slow that is neither well used nor held up by fp32 math or memory."""
     shares, sms = read_family_shares(seen), read_gpu(seen, "sm_active_pct")
     parts = {family: shares.get(family, 0.0) for family in KERNELS}
     parts["elementwise"] += shares.get("normalisation", 0.0)
+    by_hand = find_attention_by_hand(seen)
+    if by_hand is not None and by_hand >= parts["optimizer"]:
+        says = f"attention written by hand takes at least {100 * by_hand:.0f} % of the kernels' time"
+        return Culprit("attention", says, FUSED_ATTENTION, by_hand)
     if large := [family for family, part in parts.items() if part >= KERNELS[family][0]]:
         largest = max(large, key=parts.__getitem__)
         share, (_, takes, instead) = min(1.0, parts[largest]), KERNELS[largest]

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from fastloop.diagnose.attribution import COMPUTE, STARVED_SHARE, WORTH_NAMING_PCT, Attribution
 from fastloop.diagnose.between_steps import describe_pauses, describe_uneven_steps
 from fastloop.diagnose.finding import ORDINARY_MS
+from fastloop.diagnose.gpu_use import ASK_A_TRACE
 from fastloop.diagnose.host import TINY_STEP_MS
 from fastloop.diagnose.waits import acquit_data
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.plan import Finding
-from fastloop.records.readings import is_beyond, read_activity, to_number
+from fastloop.records.readings import is_beyond, read_activity, read_trace, to_number
 
 TOGETHER_PCT = 15.0
 """Share of the step from which on costs that are too small to be named on their own are named together."""
@@ -46,6 +47,8 @@ def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
     if (together := sum(share for share, _, _ in small)) >= TOGETHER_PCT:
         title, head = "NO SINGLE BOTTLENECK", f"no single bottleneck: {together:.1f} % of the step is not training"
         most = f"{', '.join(f'{name} {share:.1f} %' for share, name, _ in small)}, none large enough on its own"
+    elif missing and step.device_ms is not None:
+        title, head = "BUSY, USE UNKNOWN", f"the GPU works for {step.format_ms(step.device_ms)}"
     elif missing:
         title, head = "NO BOTTLENECK FOUND", "no bottleneck in what was measured"
     return _make_none(title, f"{head}: {'; '.join(word for word in (most, acquitted, *missing) if word)}")
@@ -92,7 +95,7 @@ def list_unknowns(step: Attribution) -> list[str]:
     if step.inside is None:
         unknowns.append("the step was not split further")
     elif step.device_ms is not None:
-        unknowns.append("the GPU is the limit, and how well it is used was not measured")
+        unknowns.append(f"how well it is used was not measured: {ASK_A_TRACE}")
     elif step.on_gpu and step.inside.source is None:
         unknowns.append("how busy the GPU was is unknown")
     return unknowns
@@ -106,6 +109,7 @@ def list_doubts(step: Attribution) -> list[str]:
         doubts.append(
             f"the GPU was idle for another {step.format_ms(step.inside.unseen)} (a kernel ran {active:.0f} % of the"
             f" time{', says NVML' if source == 'nvml' else ''}), and what it waited for is unknown"
+            + ("" if read_trace(seen) else ": fastloop diagnose --syncs --trace 5 tells")
         )
     if (uneven := describe_uneven_steps(step)) is not None:
         doubts.append(uneven)

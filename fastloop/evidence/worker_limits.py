@@ -66,8 +66,6 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         start_method: how they would start, or auto.
     """
     method = loader.start_method if start_method == "auto" else start_method
-    if loader.engine is not None:
-        return f"{loader.engine} loads in the loader's place"
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: it has no workers to set"
     if loader.engine is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -30,6 +31,36 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
             yield from tensors(getattr(batch, field.name))
+
+
+def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """Every tensor of a batch, depth first, with those among the attributes of objects that Lightning can move: what
+    has a ``to`` or a ``pin_memory``, as a graph library's batch. `rebuild` cannot make such objects anew.
+
+    Args:
+        inside: the objects that are being walked, by their ids; some refer to themselves.
+    """
+    if isinstance(batch, torch.Tensor):
+        yield batch
+        return
+    if isinstance(batch, (list, tuple)):
+        members: Sequence[Any] = batch
+    elif isinstance(batch, Mapping):
+        members = [*batch.values()]
+    elif is_container(batch):
+        members = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    elif _can_move(batch) and id(batch) not in inside:
+        members, inside = [*vars(batch).values()], inside | {id(batch)}
+    else:
+        return
+    for member in members:
+        yield from walk_tensors(member, inside)
+
+
+def _can_move(batch: Any) -> bool:
+    kind = type(batch)
+    moves = hasattr(kind, "to") or hasattr(kind, "pin_memory")
+    return moves and hasattr(batch, "__dict__") and not isinstance(batch, (type, torch.nn.Module))
 
 
 def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -79,6 +110,70 @@ def samples(batch: Any) -> int | None:
         if tensor.dim():
             return int(tensor.shape[0])
     return None
+
+
+def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
+    """Samples in a batch of any kind; None where nothing tells.
+
+    In this order: what an object says of itself (``batch_size``, ``num_graphs``); the first claim that the batch bears
+    out; the first dimension of its first tensor, which may be an object's attribute; its length.
+
+    Args:
+        claims: what others say, those to be believed first: a number counts if some tensor of the batch has it as its
+            first dimension, or some list as its length. ``self.log(..., batch_size=...)`` may also count tokens, and
+            the loader of batches that are made in the dataset counts batches.
+    """
+    if isinstance(batch, Window):
+        counts = [count_samples(each) for each in batch]
+        return None if None in counts else sum(filter(None, counts))
+    if (own := _read_own_count(batch)) is not None:
+        return own
+    for claim in claims:
+        if claim is not None and claim > 0 and _bears_out(batch, claim):
+            return claim
+    if (first := samples(batch)) is not None:
+        return first
+    for tensor in walk_tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    is_object = isinstance(batch, Sized) and not isinstance(batch, (torch.Tensor, str, bytes, list, tuple, Mapping))
+    return len(batch) if is_object else None
+
+
+def _read_own_count(batch: Any) -> int | None:
+    """What an object says of itself, if that needs no synchronization."""
+    if type(batch) in (list, tuple, dict) or isinstance(batch, torch.Tensor):
+        return None
+    with contextlib.suppress(Exception):  # whatever a property of the user's raises
+        if _reads_device(batch):
+            return None
+        for name in ("batch_size", "num_graphs"):
+            told = getattr(batch, name, None)
+            if isinstance(told, tuple) and told:  # a TensorDict's is a shape
+                told = told[0]
+            if isinstance(told, int) and not isinstance(told, bool) and told > 0:
+                return told
+    return None
+
+
+def _reads_device(batch: Any) -> bool:
+    """Whether PyTorch Geometric would look for the largest number in a tensor that is on the device."""
+    try:
+        of_nodes = batch.batch
+    except AttributeError:
+        return False
+    return isinstance(of_nodes, torch.Tensor) and of_nodes.is_cuda and getattr(batch, "ptr", None) is None
+
+
+def _bears_out(batch: Any, claim: int) -> bool:
+    """Whether something in the batch has so many members."""
+    if isinstance(batch, torch.Tensor):
+        return batch.dim() > 0 and batch.shape[0] == claim
+    if isinstance(batch, (list, tuple)):
+        return len(batch) == claim or any(_bears_out(each, claim) for each in batch)
+    if isinstance(batch, Mapping):
+        return any(_bears_out(each, claim) for each in batch.values())
+    return any(_bears_out(each, claim) for each in walk_tensors(batch))
 
 
 class InputsChannelsLast:

@@ -10,7 +10,7 @@ import torch
 
 from fastloop.errors import let_through
 from fastloop.evidence import loader_queue
-from fastloop.feeds.batch_tree import is_container, rebuild, tensors
+from fastloop.feeds.batch_tree import is_container, rebuild, walk_tensors
 from fastloop.feeds.lazy_loader import LazyLoader
 
 
@@ -97,7 +97,7 @@ class DeviceFeed(LazyLoader):
     def _pin(self, batch: Any) -> Any:
         """Pinned copies of what is not pinned yet; without them the copy would block the host."""
         loose = 0
-        for tensor in tensors(batch):
+        for tensor in walk_tensors(batch):
             if tensor.device.type == "cpu":
                 pinned = tensor.is_pinned()
                 self.seen["tensors"] += 1
@@ -112,7 +112,7 @@ class DeviceFeed(LazyLoader):
         if staged.copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(staged.copied)
-            for tensor in tensors(staged.batch):
+            for tensor in walk_tensors(staged.batch):
                 if tensor.is_cuda:
                     tensor.record_stream(current)
         return staged.batch

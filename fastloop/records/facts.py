@@ -52,10 +52,14 @@ class LoaderFacts:
     """It can say where it stands (``state_dict``), so a run may resume mid-epoch."""
     draws_random: tuple[str, ...] = ()
     """Places in the dataset that draw random numbers, as far as reading its code shows."""
+    shared_draws: tuple[str, ...] = ()
+    """Those of them that cannot be given a generator for each thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    place_lost: str | None = None
+    """Why a run that is resumed in the middle of an epoch starts it anew; None where it goes on."""
     thread_hazards: tuple[str, ...] = ()
     """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()
@@ -142,6 +146,8 @@ class Facts:
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
     batchnorms: tuple[str, ...] = ()
+    other_batchnorms: tuple[str, ...] = ()
+    """Those that cannot be computed batch by batch: synchronized between ranks, or of a kind of their own."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
     not_mean_losses: tuple[str, ...] = ()

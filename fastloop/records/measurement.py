@@ -104,7 +104,8 @@ class Measurement:
     usd_per_million_samples: float | None = None
     kernels: Mapping[str, Any] | None = None
     """From a trace window outside the timed steps, per step: ``families_ms`` (unions over streams), ``idle_ms``
-    {data, launch, sync, other}, ``busy_ms``, ``step_ms``, ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``launches``,
+    {data, launch, sync, other}, ``busy_ms``, ``step_ms``, ``nccl_overlapped_ms``, ``comm_exposed_ms``,
+    ``attention_by_hand_ms`` (products and softmax of attention that no fused kernel computes, at least), ``launches``,
     ``steps`` of ``asked_steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is none."""
     syncs: tuple[Mapping[str, Any], ...] = ()
     """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, the dearest

@@ -26,8 +26,6 @@ SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Of what is free. Files in shared memory are memory, which the training needs too."""
 LEAST_SHARE = 0.1
 """`auto` keeps no smaller share of the samples: it would save no more of the loading than that."""
-WITH_ENGINES = (None, "threads")
-"""What may load: the DataLoader, or an engine that asks the dataset for its samples."""
 CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
@@ -95,7 +93,7 @@ class Cache:
             raise NotApplicable(f"{loader.kind} is not a DataLoader: its samples are not known")
         if not loader.map_style:
             raise NotApplicable("an iterable dataset has no samples that could be asked for by number")
-        if loader.engine not in WITH_ENGINES:
+        if loader.engine is not None:
             raise NotApplicable(f"{loader.engine} reads and decodes the files itself")
         if isinstance(loader.prefix, str):
             raise NotApplicable(loader.prefix)

@@ -58,6 +58,10 @@ class Pin:
         if "pinned_tensors" not in evidence:
             return Verdict(took=None, why="no batch was copied to the device")
         pinned, total = evidence["pinned_tensors"], evidence["tensors"]
+        if not total:
+            return Verdict(
+                took=None, why=f"no tensor was found in a {evidence['batch_type']} that could have been pinned"
+            )
         if not pinned:
             return Verdict(
                 took=False,

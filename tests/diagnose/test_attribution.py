@@ -33,7 +33,7 @@ def inside(seen: Measurement) -> Inside | None:
 
 def device_limits(seen: Measurement) -> bool:
     step = attribute(seen)
-    return step is not None and step.device_ms is not None
+    return step is not None and step.is_limit
 
 
 def drained(seen: Measurement) -> bool | None:

@@ -47,7 +47,8 @@ def test_naive_gpt2_is_busy_and_not_fast() -> None:
         ({"precision": "bf16-mixed", "peaks": BF16}, "compute_bound"),
         ({"peaks": {}, "precision": "32-true"}, "fp32_math"),
         ({"peaks": {}, "precision": None}, "compute_bound"),
-        ({"mfu": {}}, "none"),
+        ({"mfu": {}}, "compute_bound"),
+        ({"mfu": {}, "gpu": {"gr_active_pct": 99.0}}, "none"),
         ({"trail": None, "lead_ms": None, "gpu": {"tensor_active_pct": 0.0}}, "none"),
         ({"device": "cpu"}, "none"),
     ],
@@ -156,6 +157,21 @@ def test_slow_kernels_by_family(families: dict[str, float], enabled: tuple[str, 
     assert finding.patch == (None if patch is None else {"rungs": {patch: {"enabled": True}}})
 
 
+def test_attention_written_by_hand_is_named() -> None:
+    kernels = {"gemm": 60.0, "elementwise": 40.0}
+    by_hand = with_trace(gpt2_tuned(**SLOW), 120.0, {}, kernels, attention_by_hand_ms=45.6)
+    (finding,) = findings(by_hand)
+    assert finding.title == "BUSY, NOT FAST: ATTENTION" and finding.bottleneck == "compute_bound"
+    assert "attention written by hand takes at least 38 % of the kernels' time" in finding.why
+    assert "scaled_dot_product_attention" in finding.why
+    little = with_trace(gpt2_tuned(**SLOW), 120.0, {}, kernels, attention_by_hand_ms=17.9)
+    assert findings(little)[0].title == "BUSY, NOT FAST: ELEMENTWISE", "the control: 14.9 %"
+    updates = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"optimizer": 50.0}, attention_by_hand_ms=45.6)
+    assert "the optimizer takes 42 %" in findings(updates)[0].why
+    moving = with_trace(resnet50_resident(), 37.0, {}, kernels, attention_by_hand_ms=14.0)
+    assert "attention written by hand at least 38 %" in findings(moving)[0].why
+
+
 def test_kernels_of_inductor_show_that_it_is_compiled() -> None:
     loose = {"elementwise": 60.0}
     seen = with_trace(gpt2_tuned(**SLOW), 120.0, {}, loose, top=[{"name": "triton_poi_fused_add_0", "ms": 3.0}])
@@ -211,5 +227,92 @@ def test_a_mix_of_fp32_and_tf32_goes_by_where_the_work_is() -> None:
 def test_where_nothing_was_measured_nothing_is_claimed() -> None:
     (finding,) = findings(scene(20.0, trail=18.0))
     assert finding.bottleneck == "none" and "how well it is used was not measured" in finding.why
+    assert "fastloop diagnose --trace 5" in finding.why
     counted = dataclasses.replace(gpt2_naive(), flops={"at_least": True})
     assert "at least 36 TFLOP/s" in findings(counted)[0].why
+
+
+def test_a_busy_gpu_whose_work_was_not_counted_is_named_by_its_counters() -> None:
+    """Seen: gpt2 under every rung, compiled, at 41 % of what the GPU gives, was no bottleneck at all."""
+    counters = {"gr_active_pct": 99.0, "tensor_active_pct": 41.0, "dram_active_pct": 40.0}
+    seen = gpt2_tuned(mfu={}, tflop_per_s=None, gpu=counters)
+    (finding,) = findings(seen)
+    assert finding.bottleneck == "compute_bound" and finding.title == "BUSY, NOT FAST"
+    assert "tensor cores 41 % active, DRAM 40 % active" in finding.why and "fastloop diagnose --trace 5" in finding.why
+    by_kernel = with_trace(seen, 120.0, {}, {"gemm": 50.0, "attention": 45.6})
+    (finding,) = findings(by_kernel)
+    assert finding.title == "BUSY, NOT FAST: ATTENTION" and "attention takes 38 %" in finding.why
+    # A control: the same counters of a GPU that is well used.
+    assert findings(gpt2_tuned(mfu={}, gpu={**counters, "tensor_active_pct": 60.0}))[0].title.endswith("WELL USED")
+
+
+# -- a GPU that works for most of the step, and idles for the rest ----------------------------------------------------
+
+LINES = tuple(
+    {"where": where, "what": what, "per_step": 1.0, "ms_per_step": None, "instead": "log it detached"}
+    for where, what in (("bert.py:31", ".item()"), ("bert.py:34", "boolean mask"), ("bert.py:40", "copy to the device"))
+)
+
+
+def bert(**changes: Any) -> Any:
+    """Seen: fp32 at 3.4 % of the bf16 peak, at work for 69 % of the step, three lines that synchronise; no finding."""
+    usual: dict[str, Any] = {
+        "step": 180.0,
+        "trail": 60.0,
+        "lead_ms": 2.0,
+        "samples_per_s": 355.0,
+        "tflop_per_s": 33.6,
+        "gpu": {"nvml_busy_pct": 84.0, "gr_active_pct": 69.0, "tensor_active_pct": 0.0, "dram_active_pct": 18.0},
+        "mfu": {"datasheet": 0.034, "dtype_in_use": 0.5},
+        "flops": {"matmul": 9e10},
+        "syncs": LINES,
+    }
+    return scene(**{**usual, **changes})
+
+
+def shares(seen: Any) -> dict[str, float]:
+    return {finding.bottleneck: round(finding.share_pct or 0.0, 1) for finding in findings(seen)}
+
+
+def test_every_share_of_a_half_idle_step_has_a_name() -> None:
+    first, second = findings(bert())
+    assert (first.bottleneck, first.share_pct) == ("fp32_math", pytest.approx(69))
+    assert first.title == "BUSY, NOT FAST: FP32 MATH" and first.patch == {"rungs": {"amp": {"enabled": True}}}
+    assert (second.bottleneck, second.share_pct) == ("sync", pytest.approx(31))
+    assert second.detail[0].startswith("bert.py:31 .item()") and len(second.detail) == 3
+    assert "idle for 55.8 of 180.0 ms a step after the host had waited for it" in second.why
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"trail": 0.0}, {"fp32_math": 69.0, "sync": 31.0}),
+        ({"gpu": {"nvml_busy_pct": 69.0}}, {"fp32_math": 69.0, "sync": 31.0}),
+        ({"syncs": tuple({**line, "ms_per_step": 6.0} for line in LINES)}, {"fp32_math": 69.0, "sync": 10.0}),
+        ({"gpu": {"gr_active_pct": 93.0, "tensor_active_pct": 0.0}}, {"fp32_math": 93.0, "sync": 7.0}),
+        # Controls: no line is listed; the work is well done; the idle time has an owner that hides quicker kernels.
+        ({"syncs": ()}, {"fp32_math": 69.0}),
+        ({"mfu": {"datasheet": 0.3}, "precision": "bf16-mixed", "peaks": BF16}, {"sync": 31.0}),
+        ({"trail": 0.0, "syncs": ()}, {"launch_bound": 31.0}),
+        ({"syncs": (), "data_wait": 55.8}, {"data_wait": 31.0}),
+        ({"gpu": {"gr_active_pct": 45.0}}, {"sync": 55.0}),
+    ],
+    ids=["drained", "NVML", "timed", "hardly idle", "no lines", "well used", "launches", "data", "mostly idle"],
+)
+def test_who_owns_the_rest_of_the_step(change: dict[str, Any], expected: dict[str, float]) -> None:
+    assert shares(bert(**change)) == expected
+
+
+def test_idle_time_without_a_known_reason_is_said_beside_it() -> None:
+    first = findings(bert(syncs=()))[0]
+    assert "the GPU was idle for another 55.8 of 180.0 ms a step" in first.detail[0]
+    assert "fastloop diagnose --syncs --trace 5" in first.detail[0]
+    assert "idle" not in " ".join(findings(bert())[0].detail)
+
+
+def test_slow_kernels_beside_idle_time_are_named_by_their_family() -> None:
+    loose = bert(precision="bf16-mixed", peaks=BF16, mfu={"datasheet": 0.1})
+    traced = with_trace(loose, 124.0, {"sync": 56.0}, {"elementwise": 62.0, "gemm": 40.0})
+    assert shares(traced) == {"compute_bound": 68.9, "sync": 31.1}
+    assert findings(traced)[0].title == "BUSY, NOT FAST: ELEMENTWISE"
+    assert "the GPU is at work for 124.0 of 180.0 ms" in findings(traced)[0].why

@@ -40,7 +40,7 @@ WORLD = dataclasses.replace(on_cpu(world_size=2), ranks=RANKS)
         (gpt2_tuned(), "NOTHING TO GAIN: GPU WELL USED"),
         (on_cpu(), "NOTHING TO GAIN"),
         (Measurement(), "TOO SHORT TO JUDGE"),
-        (scene(20.0, trail=18.0), "NO BOTTLENECK FOUND"),
+        (scene(20.0, trail=18.0), "BUSY, USE UNKNOWN"),
         (on_cpu(unexplained=10.0), "NO BOTTLENECK FOUND"),
         (on_cpu(callbacks_logging=20.0), "HELD UP BY CALLBACKS, LOGGING"),
         (on_cpu(callbacks_logging=20.0, hooks_ms={"Net.on_after_batch_transfer": 19.0}), "HELD UP BY A TRANSFER HOOK"),

@@ -150,7 +150,7 @@ def test_lines_that_synchronise_come_before_launches() -> None:
     assert names(cifar10_launches(syncs=({**ITEM, "ms_per_step": None},))) == ["sync"]
 
 
-@pytest.mark.parametrize("change", [{"trail": 5.0}, {"gpu": {"gr_active_pct": 97.0}}])
+@pytest.mark.parametrize("change", [{"trail": 5.0, "gpu": {"gr_active_pct": 97.0}}, {"gpu": {"gr_active_pct": 97.0}}])
 def test_a_synchronisation_that_leaves_the_device_busy_is_none(change: dict[str, Any]) -> None:
     assert "sync" not in names(cifar10_launches(syncs=(ITEM,), **change))
 

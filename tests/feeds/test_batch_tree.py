@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, samples, tensors
-from tests.feeds.containers import Counted, Pair, Record
+from fastloop.feeds.batch_tree import (
+    Window,
+    count_samples,
+    is_container,
+    map_tensors,
+    rebuild,
+    samples,
+    tensors,
+    walk_tensors,
+)
+from tests.feeds.containers import Bare, Counted, Graphs, Pair, Record
 
 
 class Closed:
@@ -66,3 +75,80 @@ def test_rebuild_says_when_it_cannot() -> None:
     assert is_container(Counted(torch.zeros(1))) and not is_container(Closed()) and not is_container(Counted)
     with pytest.raises(ValueError, match="made"):
         rebuild(Counted(torch.zeros(1)), lambda member: member)
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", batches())
+def test_walking_finds_what_is_in_containers(kind: str) -> None:
+    batch = batches()[kind]
+    assert [id(each) for each in walk_tensors(batch)] == [id(each) for each in tensors(batch)]
+
+
+def test_walking_finds_tensors_of_objects_that_can_be_moved() -> None:
+    graphs = Graphs(3, 20)
+    assert [*walk_tensors([graphs, torch.ones(1)])][:-1] == [*graphs.store.values()]
+    assert [*tensors(graphs)] == []  # what can be rebuilt is another matter
+    bare = Bare(x=torch.zeros(2), deep=Bare(y=[torch.zeros(3)]))
+    assert [each.shape[0] for each in walk_tensors(bare)] == [2, 3]
+    # Neither what nothing can move, nor a model that a batch refers to, nor a class.
+    assert [*walk_tensors([Closed(), torch.nn.Linear(2, 2), Graphs, Bare(model=torch.nn.Linear(2, 2))])] == []
+
+
+class Refuses:
+    @property
+    def batch_size(self) -> int:
+        raise ValueError("unknown")
+
+
+def test_an_object_says_itself_how_many_samples_it_has() -> None:
+    assert count_samples(Graphs(3, 20), claims=(20,)) == 3
+    assert count_samples(Bare(batch_size=5, x=torch.zeros(40, 2))) == 5
+    assert count_samples(Bare(batch_size=torch.Size([6, 2]), x=torch.zeros(6, 2))) == 6
+    assert count_samples(Window([Graphs(3, 20), Graphs(2, 9)])) == 5
+    # Nothing useful said: the first dimension of the first tensor.
+    for useless in (None, 0, True, "8", torch.tensor(8)):
+        assert count_samples(Bare(batch_size=useless, x=torch.zeros(7, 2))) == 7, useless
+    assert count_samples(Refuses(), claims=(4,)) is None
+
+
+def test_a_count_that_would_read_the_device_is_not_asked_for() -> None:
+    class Asked(Bare):
+        @property
+        def num_graphs(self) -> int:
+            raise AssertionError("this waits for the device")
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    of_nodes = torch.zeros(7).as_subclass(OnCuda)
+    assert count_samples(Asked(x=torch.zeros(7, 2), batch=of_nodes)) == 7
+    told = Bare(x=torch.zeros(7, 2), batch=of_nodes, ptr=torch.zeros(3), num_graphs=2)
+    assert count_samples(told) == 2
+
+
+def test_a_claim_counts_where_the_batch_bears_it_out() -> None:
+    images, targets = tuple(torch.zeros(3, 8, 8) for _ in range(4)), tuple({"box": torch.zeros(2, 4)} for _ in range(4))
+    detection = (images, targets)
+    assert samples(detection) == 3  # channels
+    assert count_samples(detection, claims=(None, 4)) == 4
+    assert count_samples(detection, claims=(11,)) == 3
+    edges = {"edge_index": torch.zeros(2, 90), "y": torch.zeros(16)}
+    assert count_samples(edges, claims=(None, 16)) == 16
+    # Tokens given as batch_size, and a loader of ready-made batches, which draws one sample each: not borne out.
+    text = {"input_ids": torch.zeros(8, 32), "labels": torch.zeros(8, 32)}
+    assert count_samples(text, claims=(256, 1)) == 8
+    # The first claim that is borne out is believed.
+    views = {"x": torch.zeros(32, 2), "y": torch.zeros(16)}
+    assert count_samples(views, claims=(32, 16)) == 32 and count_samples(views, claims=(16, 32)) == 16
+
+
+def test_a_length_is_the_last_resort() -> None:
+    class Sized:
+        def __len__(self) -> int:
+            return 9
+
+    assert count_samples(Sized()) == 9
+    assert count_samples(["a", "b"]) is None and count_samples(["a", "b"], claims=(2,)) == 2
+    assert count_samples("text") is None and count_samples({}) is None and count_samples(torch.tensor(1.0)) is None

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
+from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed, _Staged
+from tests.feeds.containers import Bare, Graphs
 
 CPU = torch.device("cpu")
 DATA = TensorDataset(torch.arange(20))
@@ -74,6 +75,34 @@ def test_what_was_seen_is_counted() -> None:
     list(ahead)
     # The first call has to fetch what it hands out; all later batches were there before.
     assert ahead.seen == {"batches": 8, "ahead_batches": 7, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU, and notes the streams that it must outlive."""
+
+    is_cuda = True  # type: ignore[assignment]
+    streams: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        OnCuda.streams.append(stream)
+
+
+class Stream:
+    def wait_event(self, event: Any) -> None: ...
+
+
+def test_tensors_of_objects_are_counted_and_kept_for_the_stream_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = DeviceFeed([], depth=1, device=torch.device("cpu"), stage=lambda batch: batch)
+    graphs = Graphs(3, 20)
+    assert feed._pin(graphs) is graphs
+    assert (feed.seen["tensors"], feed.seen["pinned_tensors"]) == (3, 0)
+    assert feed.seen["copied_bytes"] == sum(each.nbytes for each in graphs.store.values())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    moved = Bare(x=torch.zeros(2).as_subclass(OnCuda), deep=[torch.zeros(1).as_subclass(OnCuda)], host=torch.zeros(1))
+    copied: Any = object()
+    assert feed._hand_out(_Staged(moved, copied, 1), 2) is moved
+    assert len(OnCuda.streams) == 2  # else memory of theirs is given away while a kernel reads it
 
 
 def test_each_batch_is_staged_once_and_early() -> None:

@@ -78,7 +78,6 @@ def test_plan() -> None:
     assert plan(facts(), store="redis", url="redis://host:6379/0")[:2] == ("redis", None)
     store, size, note = plan(facts(prefix={"sample_bytes": None, "what": "what Mine.load returns"}))
     assert (store, size) == ("shm", 8 * 10**9) and "up to 8 GB: how large a sample is shows when one is made" in note
-    assert plan(facts({"engine": "threads"}))[0] == "shm"
     # a run that repeats its samples within an epoch
     assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
 

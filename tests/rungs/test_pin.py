@@ -66,6 +66,8 @@ def test_takes(as_if_on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
         "no effect: none of the 3 tensors of a Own was pinned; a custom batch type needs a pin_memory() method"
     )
     assert verify(Measurement()).took is None
+    unseen = verify(Measurement(evidence={"pin": {**on_cpu, "tensors": 0}}))
+    assert unseen.took is None and unseen.why == "no tensor was found in a Own that could have been pinned"
 
     # In a real run: the tensors of the first train batch are looked at, once.
     looks: list[Any] = []

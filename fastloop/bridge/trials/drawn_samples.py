@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from fastloop.feeds.accumulation_windows import WindowSampler
-from fastloop.feeds.batch_tree import samples, tensors
+from fastloop.feeds.batch_tree import count_samples, tensors
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader, PassesOn, StandIn, clone
 
 Source = Literal["sampler", "content"]
@@ -267,9 +267,9 @@ def _content(batch: Any, drawn: Drawn) -> Batch:
     leaves = [leaf for leaf in tensors(batch) if leaf.device.type == "cpu" and leaf.layout == torch.strided]
     if not leaves:
         drawn.why = "the loader hands out batches that are on the device already, or hold no tensors"
-        return Batch((), samples(batch), None)
+        return Batch((), count_samples(batch), None)
     labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.element_size() > 1]
-    return Batch(tuple(_mark(leaf) for leaf in labels or leaves), samples(batch), None)
+    return Batch(tuple(_mark(leaf) for leaf in labels or leaves), count_samples(batch), None)
 
 
 def _mark(leaf: torch.Tensor) -> bytes:

@@ -31,7 +31,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
 from fastloop.evidence import loader_queue
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.ladder import cards
 
@@ -143,7 +143,8 @@ class _Alone(Callback):
                 each.on_train_batch_end(trainer, pl_module, None, None, 0)
 
         trainer.strategy.barrier("fastloop loads")  # ranks compete for the CPUs, so they begin and end together
-        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse))
+        drawn = loader_state.read_batch_sizes(trainer)[:1]
+        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse, drawn))
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
@@ -171,12 +172,15 @@ class _Alone(Callback):
         }
 
 
-def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
+def window(
+    take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None, drawn: Sequence[int] = ()
+) -> Window:
     """Take batches until what the queues held at first is out, and then for the time to be measured.
 
     Args:
         take: gives the next batch.
         pulse: called with every batch, as a sign of life.
+        drawn: samples that the loader draws for a batch, where that is known.
     """
     held = loader_state.count_queued_batches(trainer)
     passed = _pass(take, max(1, held), pulse)
@@ -184,7 +188,7 @@ def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = la
     _settle(trainer)
     before, begun = ready(trainer), time.perf_counter()
     while True:
-        sizes.append(samples(take()))
+        sizes.append(count_samples(take(), drawn))
         pulse()
         spent = time.perf_counter() - begun
         enough = spent >= (LEAST_S if held else LEAST_S / 3) and len(sizes) >= max(FEWEST, 2 * held)

@@ -34,7 +34,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.trials.drawn_samples import Batch, Drawn, join_epochs, listen
 from fastloop.bridge.trials.heartbeat import hear_only
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples, samples
 from fastloop.feeds.splitting import CannotSplit, cut
 from fastloop.records import store
 
@@ -146,7 +146,7 @@ class Ledger(Callback):
                     self._streams.setdefault((number, stream), []).append(content)
         if first is None and self.why is None:
             self.why = "more batches were used than the loader was seen to hand out"
-        rows = first.samples if first is not None and first.samples is not None else samples(batch)
+        rows = first.samples if first is not None and first.samples is not None else count_samples(batch)
         self._samples = None if self._samples is None or rows is None else self._samples + rows
         self._in_epoch = None if self._in_epoch is None or rows is None else self._in_epoch + rows
         self._plan += self._pieces(trainer.strategy, first, batch)

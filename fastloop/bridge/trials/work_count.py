@@ -21,7 +21,7 @@ from fastloop.config.loading import Config, WatchSettings
 from fastloop.errors import FastLoopError
 from fastloop.evidence.gpu import measured_rates as measured
 from fastloop.evidence.model.flops import FlopCount
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples
 from fastloop.feeds.splitting import CannotSplit, cut
 
 FEW = 2
@@ -70,7 +70,7 @@ class _Counting(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.samples is None:
-            self.samples, self._open = samples(batch), contextlib.ExitStack()
+            self.samples, self._open = count_samples(batch), contextlib.ExitStack()
             self._open.enter_context(self.count)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images.decode_time import measure_decode_ms
-from fastloop.feeds.lazy_loader import LazyLoader
+from fastloop.feeds.lazy_loader import Bounded, LazyLoader
 
 
 def measure_decode(trainer: Any) -> dict[str, Any]:
@@ -43,6 +43,20 @@ def find_workers(trainer: Any) -> list[Any] | None:
     """The worker processes of the living iterators, empty where there are none; None where that cannot be told."""
     iterators = [each for each in find_iterators(trainer) if loader_queue.live_workers(each) is not None]
     return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
+
+
+def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
+    """Samples that the one train loader draws for a batch, then for an epoch's last one where that is known; empty
+    where torch's own batch sampler does not make them, or several loaders do."""
+    found = find_loaders(trainer)
+    sampler = getattr(found[0], "batch_sampler", None) if len(found) == 1 else None
+    sampler = sampler.inner if isinstance(sampler, Bounded) else sampler
+    if type(sampler) is not BatchSampler:
+        return ()
+    size = sampler.batch_size
+    if sampler.drop_last or not isinstance(sampler.sampler, Sized):
+        return (size,)
+    return size, len(sampler.sampler) % size or size
 
 
 def count_queued_batches(trainer: Any) -> int:

@@ -16,6 +16,7 @@ from fastloop.bridge.watch.phases import Marks
 from fastloop.evidence.clock.drift import CHECK_STEPS, Drift, StepCheck
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import RARE, Clock, Window
+from fastloop.evidence.model.compiled_work import CompiledWork, find_compiled
 from fastloop.evidence.model.flops import FlopCount, may_count
 from fastloop.evidence.sync.cuda_warnings import SyncMarks
 from fastloop.evidence.sync.hunt import LogSites, SyncHunt
@@ -27,14 +28,22 @@ MOST_LEAD_IN = 50
 
 class CountWork:
     """Counts the work of one optimizer step while it runs, where nothing is compiled; of the next one it is begun for,
-    where that had none."""
+    where that had none. Of compiled modules the calls are noted while it runs, and counted after it.
 
-    def __init__(self) -> None:
+    Args:
+        untouched: surrounds what runs a module once more, so that it keeps what it kept; None: nothing is run again.
+    """
+
+    def __init__(self, untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None) -> None:
+        self._untouched = untouched
+        self._compiled: CompiledWork | None = None
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}
         self._module: Any = None
         self._marks: Marks | None = None
         self._count: FlopCount | None = None
         self._samples, self._done = 0, False
+        self._first: int | None = None
+        """Samples of the fit's first batch."""
 
     def attach(self, module: torch.nn.Module, marks: Marks) -> None:
         self._module, self._marks = module, marks
@@ -43,15 +52,19 @@ class CountWork:
         """Count in the step that begins, unless an earlier one told all there is to know."""
         if self._marks is None or self._done:
             return
-        if (why := may_count(self._module)) is not None:
-            self.found, self._done = {"per_sample": None, "why": why}, True
-            return
-        self._marks.around_work = self._count = FlopCount()
         self._samples = 0
+        if (why := may_count(self._module)) is None:
+            self._marks.around_work = self._count = FlopCount()
+        elif self._untouched is not None and find_compiled(self._module):
+            self._compiled = CompiledWork(self._module, self._untouched)
+            self._compiled.open()
+        else:
+            self.found, self._done = {"per_sample": None, "why": why}, True
 
     def count_play(self, play: Callable[[], object], samples: int | None) -> None:
         """Count calls of a first batch that are played again, in place of the step that counting was begun for: from
-        this step on the model may be compiled."""
+        this step on the model may be compiled. Of its samples the watch may know more than who plays it."""
+        samples = samples and (self._first or samples)
         self.give_up()
         if self._module is None or self._done or not samples or may_count(self._module) is not None:
             return
@@ -61,7 +74,8 @@ class CountWork:
 
     def batch(self, samples: int | None) -> None:
         """A batch of the step is done."""
-        if self._count is not None:
+        self._first = self._first or samples
+        if self._count is not None or self._compiled is not None:
             self._samples += samples or 0
 
     def end(self) -> None:
@@ -69,10 +83,17 @@ class CountWork:
             self._marks.around_work = None
             self.found, self._count = self._count.per(self._samples), None
             self._done = self.found["per_sample"] is not None
+        if self._compiled is not None:
+            work, self._compiled = self._compiled, None
+            work.close()
+            self.found, self._done = work.count(self._samples), True
 
     def give_up(self) -> None:
         """Stop without a result."""
         self._count = None
+        if self._compiled is not None:
+            self._compiled.close()
+            self._compiled = None
         if self._marks is not None:
             self._marks.around_work = None
 

@@ -105,18 +105,27 @@ class LogMarks:
 
     def __init__(self, trainer: Any, module: Any, marks: Marks) -> None:
         self.module, self.marks = module, marks
+        self.batch_size: int | None = None
+        """The first that the module gave with ``log`` since somebody set this to None."""
         # Private in Lightning, and without it the loggers' turn is `host_other`.
         self._connector = getattr(trainer, "_logger_connector", None)
         self._marked: Any = None
         if callable(getattr(self._connector, _TURN, None)) and _TURN not in vars(self._connector):
             self._marked = vars(self._connector)[_TURN] = self._timed(getattr(self._connector, _TURN), LOGGERS)
+        self._results: Any = getattr(getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None), "_results", None)
+        self._noted: Any = None
+        own_log: Any = getattr(self._results, "log", None)
         if not _is_compiled(module):
             marks.around_forward = self._swapped
+            if callable(own_log) and "log" not in vars(self._results):
+                self._noted = vars(self._results)["log"] = _Noted(self, own_log)
 
     def undo(self) -> None:
         """Put everything back; harmless when called twice."""
         if self._marked is not None and vars(self._connector).get(_TURN) is self._marked:
             del vars(self._connector)[_TURN]
+        if self._noted is not None and vars(self._results).get("log") is self._noted:
+            del vars(self._results)["log"]
         self.marks.around_forward = None
 
     def _swapped(self) -> Callable[[], None]:
@@ -138,6 +147,22 @@ class LogMarks:
 
     def _timed(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> _Timed:
         return _Timed(self.marks, call, name, phase)
+
+
+class _Noted:
+    """A call of which the ``batch_size`` is noted. Copies and pickles hold the call itself."""
+
+    def __init__(self, notes: LogMarks, call: Callable[..., Any]) -> None:
+        self.notes, self.call = notes, call
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (return_itself, (self.call,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("batch_size")
+        if given is not None and self.notes.batch_size is None and type(given) is int:
+            self.notes.batch_size = given
+        return self.call(*args, **kwargs)
 
 
 class _Timed:

@@ -24,7 +24,7 @@ from fastloop.evidence.clock import step_clock
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples, samples
 from fastloop.records.measurement import COMPILE, VALIDATION_COMPILE, Measurement
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
@@ -48,6 +48,7 @@ class Session:
         hunt_syncs: find every synchronisation with its line and its cost, in a few steps after the timed ones.
         place: the run's directory, asked for when there is something to put into it.
         one_time: the fit's ledger of one-time costs, to which others write too.
+        untouched: surrounds what runs a module once more to count its work, see `CountWork`.
     """
 
     def __init__(
@@ -59,17 +60,20 @@ class Session:
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
         one_time: OneTime | None = None,
+        untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._began = step_clock.now()
         self.one_time = one_time or OneTime()
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers = WorkerStarts()
         self._epoch_begins = True
-        self._note_workers: Callable[[], None] = lambda: self.workers.note(trainer)
+        self._note_epoch: Callable[[], None] = lambda: self._begin_epoch(trainer)
+        self._drawn: tuple[int, ...] = ()
+        """Samples of a batch and of an epoch's last one, as the loader's batch sampler has them."""
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs = CountWork(), FindSyncs()
+        self.work, self.syncs = CountWork(untouched), FindSyncs()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = Trace(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
@@ -140,7 +144,7 @@ class Session:
         step = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         step_ends = step != self._step
-        size = samples(batch)
+        size = self._count(trainer, batch)
         self.work.batch(size)
         self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches)
         self._step, self._epoch_begins = step, trainer.is_last_batch
@@ -148,6 +152,15 @@ class Session:
         self._passed_samples += size or 0
         if step_ends and self._live is not None:
             self._live.tick(trainer)
+
+    def _count(self, trainer: Any, batch: Any) -> int | None:
+        """Samples of a batch. Where the loader and the first dimension agree, nobody else is asked."""
+        size, told = samples(batch), None
+        if self._logs is not None:
+            told, self._logs.batch_size = self._logs.batch_size, None
+        if size and size in self._drawn[:1]:
+            return size
+        return count_samples(batch, (told, *(self._drawn[1:] if trainer.is_last_batch else self._drawn[:1])))
 
     def validation_starts(self) -> None:
         """What was compiled until now belongs to the training."""
@@ -206,7 +219,12 @@ class Session:
         self.compilations.note(COMPILE)
         if self._epoch_begins:
             self._epoch_begins = False
-            self._note_workers()
+            self._note_epoch()
+
+    def _begin_epoch(self, trainer: Any) -> None:
+        """An epoch's first batch is there; its loaders may be others than before."""
+        self.workers.note(trainer)
+        self._drawn = loader_state.read_batch_sizes(trainer)
 
     def _describe_costs(self, evidence: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """What a finding needs of the one-time costs, beside their sums."""

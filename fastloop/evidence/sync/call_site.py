@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sys
 import sysconfig
@@ -33,7 +34,7 @@ class Cause:
     """What of the framework's made it happen."""
 
     kind: str
-    """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback."""
+    """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback, transfer."""
     name: str | None = None
     """Of the metric; or of the callback, with how often its user wants it: ``ModelCheckpoint(every_n_train_steps=50)``.
     """
@@ -48,11 +49,12 @@ class Site:
     users: bool
     """A line of the user's own; else the innermost of Lightning's or of a package's."""
     ours: bool = False
-    """fastloop itself did it, and `where` says for which rung, as far as that can be told."""
+    """fastloop itself did it: `inside` says for which rung, as far as that can be told, or `where` if no line of the
+    user's led there. A file of ours is never named."""
     text: str = ""
     """What stands there: the very expression from Python 3.11 on, else the line."""
     inside: str | None = None
-    """The line of the package that the user's line called, where it is one that did it."""
+    """The line of the package that the user's line called, where it is one that did it, or what of ours did."""
     through: tuple[str, ...] = ()
     """Functions of torch's between that line and the event, outermost first."""
     cause: Cause | None = None
@@ -65,20 +67,23 @@ class Site:
 def find_site(start: FrameType | None) -> Site:
     """The place to blame for what happens in the frame `start`, by walking outwards; holds no frame afterwards."""
     frame, between, cause, optimizer = start, list[str](), None, False
-    ours, compiled, places = list[str](), False, dict[Owner, FrameType]()
+    ours, compiled, did_it, places = list[str](), False, False, dict[Owner, FrameType]()
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         owner = _find_owner(frame.f_code.co_filename, module)
         if owner == "user":
             places["user"] = frame
         if owner == "user" or _is_entry(owner, module, function):
-            places.setdefault(owner, frame)
+            if not did_it:
+                places.setdefault(owner, frame)
             break
         compiled = compiled or (not places and module.startswith(_COMPILED))
         if owner == "fastloop" and not places:
             ours.append(module)
-            if not compiled:  # else it only called what was compiled of the user's code
-                break
+            did_it = did_it or not compiled  # else it only called what was compiled of the user's code
+        if did_it:  # then only a line of the user's is looked for
+            frame = frame.f_back
+            continue
         if owner == "torch" and not places:
             between.append(function)
             optimizer = optimizer or module.startswith("torch.optim")
@@ -88,15 +93,19 @@ def find_site(start: FrameType | None) -> Site:
         frame = frame.f_back
     order: tuple[Owner, ...] = ("user", "package", "lightning") if ours else ("user", "lightning", "package")
     place = next((places[owner] for owner in order if owner in places), start)
-    package, is_ours = places.get("package"), bool(ours) and not places
+    package, culprit = places.get("package"), None
+    if did_it or (ours and not places):
+        culprit = name_ours(ours[0] if did_it else ours[-1])
+    inside = culprit or (_where(package) if package is not None and package is not place else None)
+    nobody_led_there = culprit is not None and not places
     return Site(
-        where=name_ours(ours[-1]) if is_ours else _where(place),
+        where=culprit if culprit is not None and nobody_led_there else _where(place),
         users="user" in places,
-        ours=is_ours,
-        text=_text(place),
+        ours=culprit is not None,
+        text="" if culprit is not None else _text(place),
         cause=cause,
         through=tuple(reversed(between)),
-        inside=_where(package) if package is not None and package is not place else None,
+        inside=None if nobody_led_there else inside,
         of_optimizer=optimizer,
         of_loading=_loading(start),
     )
@@ -152,7 +161,7 @@ def _find_owner(filename: str, module: str) -> Owner:
         return "torch"
     if top in _LIGHTNING:
         return "lightning"
-    if re.search(r"[\\/](site|dist)-packages[\\/]", filename):
+    if re.search(r"[\\/](site|dist)-packages[\\/]", filename) or (module != "__main__" and _find_folder(filename)):
         return "package"
     if filename.startswith("<") and not filename.startswith("<ipython") and module != "__main__":
         return "generated"
@@ -165,6 +174,17 @@ def _where(frame: FrameType | None) -> str:
     return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def _find_folder(filename: str) -> str | None:
+    """The folder of sys.path that packages were installed to, by whatever name (``pip install --target``)."""
+    inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/\\") + os.sep)]
+    return next((path for path in inside if _has_packages(path)), None)
+
+
+@lru_cache(maxsize=256)
+def _has_packages(path: str) -> bool:
+    return any(Path(path).glob("*.dist-info"))
+
+
 @lru_cache(maxsize=4096)
 def _short(filename: str) -> str:
     """A path short enough for a table, without the folders of this machine."""
@@ -172,7 +192,7 @@ def _short(filename: str) -> str:
     if len(inside) > 1:
         return inside[-1].replace("\\", "/")
     try:
-        return Path(filename).relative_to(Path.cwd()).as_posix()
+        return Path(filename).relative_to(_find_folder(filename) or Path.cwd()).as_posix()
     except ValueError:
         path = Path(filename)
         return path.name if filename.startswith("<") else f"{path.parent.name}/{path.name}".lstrip("/")
@@ -211,6 +231,8 @@ def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause 
         return Cause(kind="sigterm")
     if "detect_nan" in function or "finite" in function:
         return Cause(kind="checks")
+    if function == "batch_to" and module.endswith(".apply_func"):
+        return Cause(kind="transfer")
     if ".callbacks.progress" in module:
         return Cause(kind="prog_bar")
     if ".callbacks." in module:

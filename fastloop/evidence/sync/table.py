@@ -46,6 +46,7 @@ ADVICE: dict[str, str] = {
     "SIGTERM check of Lightning": "nothing in your code: Lightning asks all ranks for a SIGTERM after every batch",
     "loss scaler": "bf16-mixed needs no loss scaler",
     "check for NaN": "detect_anomaly=False outside of debugging",
+    "copy of a batch to the device": "pinned memory lets it run beside the step: pin_memory=True in your DataLoader",
     "callback of Lightning's": "let it come less often: every_n_train_steps, every_n_epochs, or its own interval",
 }
 OUR_ADVICE = "nothing in your code: switch that rung off where it costs more than it saves"
@@ -107,6 +108,7 @@ _LOG_CAUSES = {
     "scaler": "loss scaler",
     "checks": "check for NaN",
     "callback": "callback of Lightning's",
+    "transfer": "copy of a batch to the device",
 }
 
 
@@ -293,7 +295,7 @@ def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) ->
     """Line, label and advice of one kind of synchronisation."""
     where, label = site.where, what
     if site.ours:
-        return where, label, OUR_ADVICE
+        return where, label if site.inside is None else f"{label} in {site.inside}", OUR_ADVICE
     if site.cause is not None:
         what = label = name_cause(site.cause.kind, name or site.cause.name)
         logged_at = _logging(site.cause, name, logs)

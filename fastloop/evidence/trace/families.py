@@ -94,5 +94,16 @@ def of_operator(name: str) -> str:
     return _first(_OPERATOR_RULES, name, "other")
 
 
+_SOFTMAX = re.compile(r"(?<!log)(?<!log_)softmax", re.IGNORECASE)
+_OF_LOSS = re.compile(r"log_?softmax|softmax_warp_\w+<[^>]*?, \d+, true", re.IGNORECASE)
+"""torch has its warp kernel for both: the first flag says that it is the logarithm's."""
+
+
+@lru_cache(maxsize=65536)
+def is_softmax(name: str) -> bool:
+    """Whether a device kernel is a softmax as attention has one, and not that of a loss."""
+    return bool(_SOFTMAX.search(name)) and not _OF_LOSS.search(name) and of_kernel(name) != "attention"
+
+
 def _first(rules: tuple[tuple[str, re.Pattern[str]], ...], name: str, default: str) -> str:
     return next((family for family, pattern in rules if pattern.search(name)), default)

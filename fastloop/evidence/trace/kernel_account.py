@@ -32,6 +32,9 @@ RESTART_US = 200.0
 LATENCY_US = 20.0
 """A call reaches an idle device within this time; work called for earlier was queued."""
 TOP = 10
+NEAR, OF_BLOCK, FEWEST = 12, 0.1, 3
+"""Attention written by hand is a softmax with the products before and after it, this many kernels away at most, where
+the softmax takes this share of them all, this often a step: else it is a loss or a gate."""
 _LONGEST_NAME = 160
 
 
@@ -46,7 +49,8 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
     Returns:
         Per step, in milliseconds: ``step_ms``, ``busy_ms`` (any work on the device), ``families_ms`` (unions over the
         streams), ``idle_ms`` {data, launch, sync, other} (adds up with ``busy_ms`` to ``step_ms``),
-        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``launches`` calls for work, ``top`` the ten
+        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``attention_by_hand_ms``, of a softmax and the
+        products on both sides of it, a lower bound; ``launches`` calls for work, ``top`` the ten
         names with most time [{name, ms, count}]; and ``steps``. Without device work the families are the operators'
         own time on the CPU, ``busy_ms`` their union, and the rest is None.
 
@@ -121,6 +125,7 @@ def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str
         "nccl_overlapped_ms": overlapped / per_step,
         "comm_exposed_ms": (total(nccl) - overlapped) / per_step,
         "comm_tail_ms": _tail_ms(trace.work, kinds, phases, marks),
+        "attention_by_hand_ms": _find_attention_by_hand(inside, steps) / per_step,
         "launches": _launches(trace, marks) / steps,
         "top": _top(spent, Counter(work.name for work in inside), steps),
     }
@@ -158,6 +163,7 @@ def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, A
         "families_ms": {name: total(union(spans.get(name, []))) / per_step for name in FAMILIES},
         "idle_ms": dict.fromkeys(IDLE),
         **unknown,
+        "attention_by_hand_ms": None,
         "launches": None,
         "top": _top(names, counts, steps),
     }
@@ -221,6 +227,30 @@ def _waits(trace: Trace, phases: Phases) -> list[Span]:
 def _launches(trace: Trace, marks: Sequence[float]) -> int:
     known = bisect_left(trace.launches, marks[-1]) - bisect_left(trace.launches, marks[0])
     return known or sum(marks[0] <= work.begin < marks[-1] for work in trace.work)
+
+
+def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
+    """Microseconds of kernels from the product before a softmax to the one after it. A backward has two more products
+    outside of these, so that this is a lower bound."""
+    streams, spent, found = defaultdict[Any, list[Work]](list), 0.0, 0
+    for work in sorted(rows, key=lambda each: each.begin):
+        streams[work.stream].append(work)
+    for queue in streams.values():
+        kinds = [families.of_kernel(work.name) for work in queue]
+        owned = set[int]()
+        for at, work in enumerate(queue):
+            if not families.is_softmax(work.name):
+                continue
+            first = next((n for n in range(at - 1, max(-1, at - NEAR - 1), -1) if kinds[n] == "gemm"), None)
+            last = next((n for n in range(at + 1, min(len(queue), at + NEAR + 1)) if kinds[n] == "gemm"), None)
+            if first is None or last is None:
+                continue
+            took = sum(each.end - each.begin for each in queue[first : last + 1])
+            if work.end - work.begin >= OF_BLOCK * took:
+                owned.update(range(first, last + 1))
+                found += 1
+        spent += sum(queue[n].end - queue[n].begin for n in owned)
+    return spent if found >= FEWEST * steps else 0.0
 
 
 def _tail_ms(rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: Sequence[float]) -> float | None:

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.watch.phases import BODY, Marks
 from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, FindSyncs, HuntSyncs, Trace
 from fastloop.evidence.clock.step_clock import Clock
@@ -84,6 +85,48 @@ def test_what_must_not_be_counted_says_why(marks: Marks) -> None:
     assert marks.around_work is None
     look.end()
     assert look.found["per_sample"] is None and "compiled" in look.found["why"]
+
+
+def test_samples_of_a_played_batch_are_what_the_watch_counted(marks: Marks) -> None:
+    model = torch.nn.Linear(8, 16)
+
+    def play() -> None:
+        model(torch.ones(4, 8)).sum().backward()
+
+    for counted, expected in ((None, 3), (4, 4), (None, None)):  # three channels of four images
+        look = CountWork()
+        look.attach(model, marks)
+        look.batch(counted)
+        look.count_play(play, 3 if expected else None)
+        assert look.found["per_sample"] == (4 * BY_HAND / expected if expected else None)
+
+
+def test_the_calls_of_a_compiled_module_are_counted_after_the_step(marks: Marks) -> None:
+    model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
+    look = CountWork(untouched)
+    look.attach(model, marks)
+    train(marks, model)
+    look.begin()
+    assert marks.around_work is None, "the step stays as it is"
+    for rows in (4, 2):
+        train(marks, model, rows)
+        look.batch(rows)
+    look.end()
+    assert look.found["per_sample"] == BY_HAND and "without data" in look.found["source"]
+    forward = vars(model)["forward"]
+    look.begin()
+    assert vars(model)["forward"] is forward, "it is known"
+
+
+def test_a_compiled_step_that_is_given_up_leaves_the_module_alone(marks: Marks) -> None:
+    model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
+    forward = vars(model)["forward"]
+    look = CountWork(untouched)
+    look.attach(model, marks)
+    look.begin()
+    assert vars(model)["forward"] is not forward
+    look.give_up()
+    assert vars(model)["forward"] is forward
 
 
 def test_a_step_without_work_is_counted_again_and_one_with_it_is_not(marks: Marks) -> None:

@@ -61,9 +61,9 @@ def called(*frames: Frame, **names: Any) -> Site:
         ((SCRIPT, FIT, LOOP, METRICS, TORCH), "lightning/pytorch/loops/epoch.py:3", False),
         ((SCRIPT, LIBRARY), "project/main.py:3", True),
         ((SCRIPT, FIT, LOOP, RECIPE), "recipes/gpt2.py:3", True),
-        ((SCRIPT, OURS, TORCH), "fastloop's own rung batch", False),
+        ((SCRIPT, OURS, TORCH), "project/main.py:3", True),
         ((SCRIPT, FIT, LOOP, OURS), "fastloop's own rung batch", False),
-        ((SCRIPT, FIT, LOOP, USER, FEED), "fastloop's own rung compile", False),
+        ((SCRIPT, FIT, LOOP, USER, FEED), "project/train.py:3", True),
         ((SCRIPT, FIT, LOOP, USER, CALLS, DYNAMO, GENERATED), "project/train.py:3", True),
         ((SCRIPT, FIT, LOOP, CALLS, DYNAMO, GENERATED), "lightning/pytorch/loops/epoch.py:3", False),
         ((SCRIPT, FIT, LOOP, CALLS, DYNAMO, USER, TORCH), "project/train.py:3", True),
@@ -102,6 +102,42 @@ def called(*frames: Frame, **names: Any) -> Site:
 def test_whose_line_it_is(frames: tuple[Frame, ...], where: str, users: bool) -> None:
     found = called(*frames)
     assert (found.where, found.users) == (where, users)
+
+
+@pytest.mark.parametrize(
+    ("frames", "where", "inside"),
+    [
+        ((SCRIPT, FIT, LOOP, USER, FEED, TORCH), "project/train.py:3", "fastloop's own rung compile"),
+        ((SCRIPT, FIT, APPLIER, LOOP, USER, METRICS, FEED), "project/train.py:3", "fastloop's own rung compile"),
+        ((SCRIPT, FIT, LOOP, APPLIER, FEED, TORCH), "fastloop's own rung compile", None),
+    ],
+)
+def test_no_file_of_ours_is_a_culprit(frames: tuple[Frame, ...], where: str, inside: str | None) -> None:
+    found = called(*frames)
+    assert (found.where, found.inside, found.ours) == (where, inside, True)
+    assert found.text == "", "what stands in the user's line is not what synchronised"
+    # A control: what the user's own code does when ours has called it is theirs.
+    theirs = called(*frames[:-1], FEED, USER, TORCH)
+    assert (theirs.where, theirs.ours, theirs.inside) == ("project/train.py:3", False, None)
+
+
+def test_packages_in_a_folder_of_any_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen: utils/_scatter.py:48 as if it were the user's, of a package installed with ``pip --target``."""
+    scatter = (f"{tmp_path}/extra/torch_geometric/utils/_scatter.py", "torch_geometric.utils._scatter", "scatter")
+    apply = (f"{tmp_path}/extra/lightning/fabric/utilities/apply_func.py", "lightning.fabric.utilities.apply_func")
+    monkeypatch.syspath_prepend(str(tmp_path / "extra"))
+    (tmp_path / "extra" / "torch_geometric-2.8.1.dist-info").mkdir(parents=True)
+    for cache in (call_site._find_owner, call_site._has_packages, call_site._short):
+        cache.cache_clear()
+    found = called(SCRIPT, FIT, LOOP, USER, scatter, TORCH)
+    assert (found.where, found.inside) == ("project/train.py:3", "torch_geometric/utils/_scatter.py:3")
+    # Nobody's line led there: the batch is on its way to the device.
+    moved = called(SCRIPT, FIT, LOOP, (*apply, "batch_to"))
+    assert moved.where == "lightning/fabric/utilities/apply_func.py:3" and moved.cause == Cause(kind="transfer")
+    # A control: a module of the user's own that lies beside nothing installed.
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    own = called(SCRIPT, FIT, LOOP, USER, (f"{tmp_path}/mine/helpers/pool.py", "helpers.pool", "pool"), TORCH)
+    assert (own.where, own.inside) == ("helpers/pool.py:3", None)
 
 
 def test_what_lies_between_is_kept() -> None:

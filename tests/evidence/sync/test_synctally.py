@@ -96,3 +96,15 @@ def test_what_fastloop_does_itself_is_its_own_cost() -> None:
     (row,) = tally.rows(1)
     assert row["where"] == "fastloop's own rung compile" and row["what"] == ".item()"
     assert row["instead"].startswith("nothing in your code")
+    tally = Tally()
+    tally.add(Site(where="train.py:3", users=True, ours=True, inside="fastloop's own rung compile"), ".item()", 0.2)
+    (row,) = tally.rows(1)
+    assert (row["where"], row["what"]) == ("train.py:3", ".item() in fastloop's own rung compile")
+    assert row["instead"].startswith("nothing in your code")
+
+
+def test_a_batch_on_its_way_to_the_device_is_called_that() -> None:
+    tally = Tally()
+    tally.add(Site(where="lightning/apply_func.py:134", users=False, cause=Cause(kind="transfer")), ".to()", 0.2)
+    (row,) = tally.rows(1)
+    assert row["what"] == "copy of a batch to the device" and "pin_memory=True" in row["instead"]

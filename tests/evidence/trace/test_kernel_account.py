@@ -353,3 +353,51 @@ def test_ten_names_and_none_of_them_endless() -> None:
     top = kernel_account.read(made.trace())["top"]
     assert [row["ms"] for row in top] == pytest.approx([(15 - number) * 0.01 for number in range(10)])
     assert max(len(row["name"]) for row in top) == 160 and len({row["name"] for row in top}) == 10
+
+
+SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, true>"
+SOFTMAX_BACKWARD = (
+    "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, SoftMaxBackward>"
+)
+LOG_SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>"
+GATE = 2.0
+
+
+def transformer(softmax: str = SOFTMAX, layers: int = 2, softmax_us: float = 40.0) -> Recording:
+    """A step of layers: a product, a mask, a softmax, a product, and one more that has nothing to do with it."""
+    made, at = Recording(), 100.0
+    made.step(0, 0.0, 100.0 + layers * 2 * 400.0)
+    for name in (softmax, SOFTMAX_BACKWARD if softmax == SOFTMAX else softmax):
+        for _ in range(layers):
+            for kernel, us in ((GEMM, 200.0), (GEMM, 50.0), (ADD, 20.0), (name, softmax_us), (GEMM, 50.0)):
+                made.kernel(kernel, at, at + us, launched=at - 50.0)
+                at += us
+    return made
+
+
+def test_attention_written_by_hand_is_a_softmax_between_products() -> None:
+    # Of 2 x 2 layers each 50 + 20 + 40 + 50 us; the product of 200 us is none of it.
+    found = kernel_account.read(transformer().trace())
+    assert found["attention_by_hand_ms"] == pytest.approx(4 * 0.160)
+    assert families(found)["elementwise"] == pytest.approx(4 * 0.060), "families stay what they are"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        transformer(LOG_SOFTMAX),
+        transformer("triton_red_fused__log_softmax_nll_loss_forward_3"),
+        transformer("void flash_fwd_kernel<Softmax>"),
+        transformer(layers=1),
+        transformer(softmax_us=GATE),
+        starving(),
+    ],
+    ids=["loss", "compiled loss", "fused", "too few", "gate", "none"],
+)
+def test_other_softmaxes_are_no_attention(made: Recording) -> None:
+    assert kernel_account.read(made.trace())["attention_by_hand_ms"] == 0.0
+
+
+def test_a_compiled_softmax_of_attention_counts_too() -> None:
+    found = kernel_account.read(transformer("triton_per_fused__softmax_masked_fill_mul_1").trace())
+    assert found["attention_by_hand_ms"] == pytest.approx(4 * 0.160)

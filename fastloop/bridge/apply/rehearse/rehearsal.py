@@ -26,7 +26,7 @@ from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_samples
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
@@ -89,18 +89,18 @@ class Rehearsal:
 
     def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, hands: Hands) -> None:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
-        self._recorder = CallRecorder(site.module, site.facts.compile_targets)
+        self._recorder = CallRecorder(site.module, site.facts.compile_targets, site.groups)
         self._began_at = site.trainer.global_step
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
         self._without_dropout = Played()
         self._samples: int | None = None
         self._batches = 0
 
-    def note_batch(self, batch: Any) -> None:
-        """The first batch is about to be trained on."""
+    def note_batch(self, args: tuple[Any, ...]) -> None:
+        """The first batch is about to be trained on; the arguments of training_step, of which it is the first."""
         if self._recorder.is_recording:
-            self._recorder.note_batch(batch)
-            self._samples = samples(batch)
+            self._recorder.note_batch(args)
+            self._samples = count_samples(args[0]) if args else None
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
@@ -124,8 +124,8 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        surround, convert = self._surround, self._convert
-        self._player = Player(self.site.module, calls, self.site.device, context=surround, convert=convert)
+        how: Any = {"context": self._surround, "convert": self._convert, "groups": self.site.groups}
+        self._player = Player(self.site.module, calls, self.site.device, **how)
         self._memory = Remembered(self._player.modules, self.site.device)
         try:
             problem = self._play_unchanged()

@@ -127,6 +127,9 @@ class Kept:
     def _keep(self, value: Any) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
+        if isinstance(value, torch.nn.Module):
+            self.keep_module(value)
+            return
         self._note(value)
         if isinstance(value, torch.Tensor):
             self._keep_tensor(value)
@@ -139,8 +142,6 @@ class Kept:
         elif isinstance(value, (tuple, frozenset)):
             for member in value:
                 self._keep(member)
-        elif isinstance(value, torch.nn.Module):
-            self.keep_module(value)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             self._keep_callable(value)
         elif type(value).__module__.partition(".")[0] == "numpy":

@@ -1,0 +1,210 @@
+"""The work of modules that are compiled: their calls are noted while a step runs, and counted afterwards without data.
+
+What is fused nobody sees, and a compiled step must stay as it is. So a call's arguments are kept as shapes, and once
+the step is over the module's own code runs forward and backward on tensors without data (torch's fake tensors), under
+the same count as any eager step. Nothing is computed, allocated on the device, drawn or compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastloop.errors import let_through
+from fastloop.evidence.model.flops import FlopCount, Work
+
+SOURCE = "the compiled modules' calls of one step, run again without data"
+MOST_CALLS = 256
+"""Of one step: more are not worth the time."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    module: torch.nn.Module
+    """What was compiled, as its user wrote it."""
+    fake: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grad: bool
+    autocast: tuple[str, torch.dtype, bool]
+
+
+def find_compiled(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules inside this one that are compiled, by ``torch.compile(module)`` or ``module.compile()``."""
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return [module]
+    return [each for child in module.children() for each in find_compiled(child)]
+
+
+class CompiledWork:
+    """Notes the calls of compiled modules between ``open`` and ``close``, and counts their work in ``count``.
+
+    Args:
+        untouched: surrounds what runs a module once more; what the module keeps is afterwards what it was.
+    """
+
+    def __init__(
+        self, root: torch.nn.Module, untouched: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self.why: str | None = None
+        """Why there is no count."""
+        self._root, self._untouched = root, untouched
+        self._calls: list[_Call] = []
+        self._undos: list[Callable[[], None]] = []
+
+    def open(self) -> None:
+        for module in find_compiled(self._root):
+            name = "forward" if type(module).__name__ == "OptimizedModule" else "_compiled_call_impl"
+            own = vars(module)
+            own[name] = _Noting(self, module, ours := own[name])
+            self._undos.append(lambda own=own, name=name, ours=ours: _put_back(own, name, ours))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """The modules are as they were. Harmless when called twice."""
+        while self._undos:
+            self._undos.pop()()
+
+    def count(self, samples: int) -> Mapping[str, Any]:
+        """The work of what was noted, as ``Measurement.flops`` holds it. Call it between two steps."""
+        if not self._calls and self.why is None:
+            self.why = "the compiled modules were not called in the counted step"
+        count = FlopCount()
+        for call in self._calls:
+            if self.why is None:
+                self._play(call, count)
+        self._calls.clear()
+        if self.why is not None:
+            return {"per_sample": None, "source": SOURCE, "why": self.why}
+        work = count.work
+        return _Whole(**dataclasses.asdict(work), rest=self._has_rest()).per(samples, SOURCE)
+
+    def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the shapes of a call."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        if self.why is not None:
+            return
+        if len(self._calls) >= MOST_CALLS:
+            self.why = f"compiled modules were called more than {MOST_CALLS} times in a step"
+            return
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        device = next((each.device.type for each in module.parameters()), "cpu")
+        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        shapes = _make_fake(fake, args), _make_fake(fake, dict(kwargs))
+        self._calls.append(_Call(_unwrap(module), fake, *shapes, torch.is_grad_enabled(), autocast))
+
+    def _play(self, call: _Call, count: FlopCount) -> None:
+        device, dtype, enabled = call.autocast
+        try:
+            with (
+                self._untouched(self._root),
+                torch.compiler.set_stance("force_eager"),
+                _without_compiled_calls(call.module),
+                torch.autocast(device, dtype=dtype, enabled=enabled),
+                torch.set_grad_enabled(call.grad),
+            ):
+                _run(call, count)
+        except Exception as error:  # whatever the user's code raises where there are no data
+            let_through(error)
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            self.why = f"{type(call.module).__name__} is compiled, and cannot run without data: {what}"
+
+    def _has_rest(self) -> bool:
+        """Whether parameters lie outside of what is compiled: they have work that was not seen."""
+        inside = {id(each) for module in find_compiled(self._root) for each in module.parameters()}
+        return any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole(Work):
+    rest: bool
+
+    def per(self, samples: int, source: str = SOURCE) -> Mapping[str, Any]:
+        found = super().per(samples, source)
+        return {**found, "at_least": True} if self.rest and found["per_sample"] is not None else found
+
+
+class _Noting:
+    """Stands before a compiled call, outside of what is compiled. Copies and pickles hold the call itself."""
+
+    def __init__(self, notes: CompiledWork, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        self.notes, self.module, self.call = notes, module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            try:
+                self.notes.note(self.module, args, kwargs)
+            except Exception as error:  # noting must never break the step
+                let_through(error)
+                self.notes.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
+        return self.call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_return_itself, (self.call,))
+
+
+def _return_itself(kept: Any) -> Any:
+    return kept
+
+
+def _put_back(own: dict[str, Any], name: str, call: Any) -> None:
+    if isinstance(own.get(name), _Noting):
+        own[name] = call
+
+
+def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    inner: Any = getattr(module, "_orig_mod", module) if type(module).__name__ == "OptimizedModule" else module
+    return inner  # type: ignore[no-any-return]
+
+
+def _make_fake(fake: Any, value: Any) -> Any:
+    """The same arguments without data; those that want a gradient are leaves that want one."""
+
+    def change(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        return fake.from_tensor(each.detach()).requires_grad_(each.requires_grad)
+
+    return torch.utils._pytree.tree_map(change, value)
+
+
+@contextlib.contextmanager
+def _without_compiled_calls(module: torch.nn.Module) -> Iterator[None]:
+    """The modules' own code: a compiled call of fastloop's is no function that a stance makes eager."""
+    kept = [vars(each) for each in module.modules() if vars(each).get("_compiled_call_impl") is not None]
+    calls = [own.pop("_compiled_call_impl") for own in kept]
+    try:
+        yield
+    finally:
+        for own, call in zip(kept, calls, strict=True):
+            own["_compiled_call_impl"] = call
+
+
+def _run(call: _Call, count: FlopCount) -> None:
+    """Forward and backward of one call."""
+    values = {
+        name: call.fake.from_tensor(each.detach()).requires_grad_(each.requires_grad)
+        for name, each in (*call.module.named_parameters(), *call.module.named_buffers())
+    }
+    given = [each for each in torch.utils._pytree.tree_leaves((call.args, call.kwargs)) if _wants_gradient(each)]
+    with call.fake, count:
+        # A leaf that wants a gradient must not be changed in place, as a first layer may.
+        args, kwargs = torch.utils._pytree.tree_map(
+            lambda each: each.clone() if _wants_gradient(each) else each, (call.args, dict(call.kwargs))
+        )
+        output = torch.func.functional_call(call.module, values, args, kwargs)
+        live = [each for each in torch.utils._pytree.tree_leaves(output) if _wants_gradient(each)]
+        live = [each for each in live if not each.dim()] or live  # a loss, where the module computes it
+        wanted = [*given, *filter(_wants_gradient, values.values())]
+        if live and wanted:
+            ones = [torch.ones_like(each) for each in live]
+            torch.autograd.grad(live, wanted, ones, allow_unused=True)
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_floating_point()

@@ -1,0 +1,51 @@
+"""Fits of compiled models: their work is counted, and the training is the one it would have been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import FastLoop
+from tests.bridge.watch.made_up import forget_compiles
+from tests.models import Regression, loader, trainer
+
+EAGER = (3 * 2 * 8 * 16 - 2 * 8 * 16) + 3 * 2 * 16
+"""Of one sample: the first layer's input needs no gradient."""
+
+
+def fit(kind: str, config: Any = None, *, watched: bool = True) -> tuple[list[float], dict[str, int], Any]:
+    forget_compiles()
+    torch.manual_seed(0)
+    module = Regression(dropout=0.1)
+    if kind == "wrapper":
+        module.net = torch.compile(module.net, backend="aot_eager")
+    elif kind == "call":
+        torch.nn.Module.compile(module.net[0], backend="aot_eager")
+    loop = FastLoop(config, quiet=True)
+    trainer(callbacks=[loop] if watched else []).fit(module, loader(samples=256, shuffle=True))
+    dynamo = torch._dynamo.utils.counters
+    stats = {**dynamo["stats"], **dynamo["frames"]}
+    forget_compiles()
+    return module.losses, stats, loop.measurement
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "call"])
+def test_a_compiled_model_of_the_users_is_counted_and_left_alone(kind: str) -> None:
+    losses, compiled, seen = fit(kind)
+    plain = fit(kind, watched=False)
+    assert (losses, compiled) == plain[:2], "not one compile more, not another number"
+    expected = EAGER if kind == "wrapper" else EAGER - 3 * 2 * 16
+    assert seen.flops["per_sample"] == expected and seen.flops["at_least"] is (kind == "call")
+    assert "without data" in seen.flops["source"] and seen.tflop_per_s
+    # A control: the same model as it is.
+    eager = fit("eager")
+    assert eager[2].flops["per_sample"] == EAGER and "eager" in eager[2].flops["source"]
+
+
+def test_a_rung_that_was_not_rehearsed_is_counted_too() -> None:
+    config = {"rungs": {"compile": {"enabled": True}}, "rehearsal": "off", "watch": {"warmup_steps": 8}}
+    seen = fit("eager", config)[2]
+    assert seen.evidence["compile"]["graphs"] == 1
+    assert seen.flops["per_sample"] == EAGER and "without data" in seen.flops["source"]
