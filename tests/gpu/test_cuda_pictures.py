@@ -17,8 +17,8 @@ from tests.pictures import Classifier, draw_folder
 from tests.runs import run
 
 pytest.importorskip("torchvision")
-from torchvision import datasets  # noqa: E402
-from torchvision.transforms import transforms as v1  # noqa: E402
+from torchvision import datasets
+from torchvision.transforms import transforms as v1
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

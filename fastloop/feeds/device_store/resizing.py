@@ -17,8 +17,8 @@ import torch
 from fastloop.feeds.device_store.draws import Numbers
 
 BITS = 22
-TOGETHER = 32
-"""Images that are made at a time: what lies between takes some 20 MB for each photograph."""
+AT_ONCE = 2**25
+"""Pixels between the passes that are made at a time; what leads to them takes 8 bytes each, several times over."""
 
 
 def resize_parts(
@@ -37,7 +37,8 @@ def resize_parts(
     upright = is_vertical_first(parts[:, 2], parts[:, 3], size)
     for vertical in (False, True):
         rows = np.flatnonzero(upright == vertical)
-        for some in np.split(rows, range(TOGETHER, len(rows), TOGETHER)):
+        together = max(1, AT_ONCE // (3 * max(size) * max(1, int(parts[rows, 2:].max(initial=1)))))
+        for some in np.split(rows, range(together, len(rows), together)):
             if len(some):
                 told = np.concatenate([np.stack([starts, heights, widths]), parts.T])[:, some]
                 where = torch.from_numpy(some).to(pixels.device)

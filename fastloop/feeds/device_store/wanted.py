@@ -128,6 +128,8 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"the dataset may change between epochs: {loader.may_change[0]}"
     if loader.sampler_hazards:
         return loader.sampler_hazards[0]
+    if facts.device == "cpu" and any(isinstance(step, RandomResizedCrop) for step in loader.images.steps):
+        return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
     if draws is not None and draws <= loader.images.count:
         return f"the run asks for {draws:,} samples of {loader.images.count:,}: hardly one twice"

@@ -74,6 +74,11 @@ def test_plan() -> None:
     ("facts", "loader", "why"),
     [
         ({"device": "mps"}, {}, "this run is on mps"),
+        (
+            {"device": "cpu"},
+            {"images": ImageFacts(steps=(RandomResizedCrop(size=(8, 8)), *FLOATS), count=9)},
+            "on cpu, where Pillow resizes faster",
+        ),
         ({"steps_with_iterator": True}, {}, "fetches its own batches"),
         ({"transfer_hooks": ("on_before_batch_transfer",)}, {}, "on_before_batch_transfer of yours"),
         ({"reload_every_n_epochs": 1}, {}, "would be decoded again"),
