@@ -38,6 +38,18 @@ def test_a_store_makes_the_plain_loaders_batches(tmp_path: Path, name: str) -> N
         assert torch.equal(images.cpu(), x) and torch.equal(labels.cpu(), y)
 
 
+@pytest.mark.parametrize("name", ["cifar10", "resized"])
+def test_batches_are_made_without_waiting_for_the_device(tmp_path: Path, name: str) -> None:
+    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path, 40), TRANSFORMS[name]()), batch_size=8)
+    engine = make_engine(loader, torch.device("cuda"), most_bytes=2**30, workers=0)
+    list(engine.load(0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(engine.load(0))) == 5
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", ["cifar10", "v2"])
 def test_floats_of_bytes_are_the_cpus(tmp_path: Path, name: str) -> None:
     own = datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS[name]())
