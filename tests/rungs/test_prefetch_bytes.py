@@ -124,6 +124,20 @@ def test_kept_pictures_travel_as_bytes_too(
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
 
 
+def test_threads_make_batches_of_bytes(on_cpu: None, photos: Callable[..., Any]) -> None:
+    from torchvision import transforms
+
+    def load() -> Any:
+        loader = photos()
+        loader.dataset.transform.transforms[:-2] = [transforms.CenterCrop(20)]  # threads share no random numbers
+        return loader
+
+    plain, ours = both({"nodes": {"threads": 2}, **PREFETCH}, load, Classifier, max_epochs=2)
+    assert ours.reason("nodes") is None and ours.verdict("nodes").took
+    assert ours.seen("prefetch")["byte_batches"] == 6 and ours.verdict("prefetch").parity_class == "exact"
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
+
+
 def test_bytes_that_nobody_makes_floats_of_do_not_train(
     on_cpu: None, photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
