@@ -193,3 +193,15 @@ def test_what_cannot_be_proven_is_left_to_the_loader(
     plain, ours = both(ON_DEVICE, photos, Classifier, max_epochs=1)
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
     assert ours.reason("cache") is not None and "is not the one that the dataset makes" in ours.reason("cache")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])
+def test_a_picture_that_cannot_be_decoded_is_the_loaders_matter(
+    photos: Callable[..., Any], tmp_path: Path, content: bytes
+) -> None:
+    """The user's sampler never asks for it, and so the training goes on."""
+    (tmp_path / "dog" / "999.png").write_bytes(content)
+    photos().dataset.samples.append((str(tmp_path / "dog" / "999.png"), 1))
+    plain, ours = both(ON_DEVICE, partial(photos, shuffle=False, sampler=range(12)), Classifier, max_epochs=1)
+    assert "cannot identify image file" in str(ours.reason("cache"))
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
