@@ -96,10 +96,11 @@ class Feeds:
         return self._load_bytes(self.kept)
 
     def _load_bytes(self, dataset: Any) -> Batches:
-        wrapped = AsBytes().wrap(dataset)
+        want = AsBytes()
+        wrapped = want.wrap(dataset)
         loader = clone(self.loader, {"dataset": wrapped})
         for batch in DeviceFeed(loader, depth=2, device=self.device, stage=self._move_bytes):
-            yield self.move(wrapped.finish(batch))
+            yield self.move(want.finish(batch))
 
     def _move_bytes(self, batch: Any) -> Any:
         return type(batch)(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
