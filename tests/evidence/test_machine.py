@@ -121,6 +121,35 @@ def test_memory_nobody_knows_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert machine.memory_bytes(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   50 kB"}, 50 * 1024),
+        ({"proc/meminfo": "MemAvailable: 50 kB", f"{CGROUP}/memory.max": "max"}, 50 * 1024),
+        # what the group holds in file caches can be had back; what it holds in shared memory cannot
+        ({f"{CGROUP}/memory.max": "9000", f"{CGROUP}/memory.stat": "anon 2000\nfile 5000\nshmem 1500"}, 5500),
+        ({f"{CGROUP}/memory/memory.limit_in_bytes": "9000"}, None),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/job",
+                f"{CGROUP}/memory/job/memory.limit_in_bytes": "9000",
+                f"{CGROUP}/memory/job/memory.stat": "total_rss 9500\ntotal_shmem 1",
+            },
+            0,
+        ),
+    ],
+)
+def test_memory_that_is_left(files: dict[str, str], room: int | None, tmp_path: Path) -> None:
+    assert machine.memory_free_bytes(write(tmp_path, files)) == room
+
+
+def test_room_on_a_disk_is_that_of_the_nearest_directory_there_is(tmp_path: Path) -> None:
+    room = machine.disk_free_bytes(tmp_path / "not" / "there")
+    assert room is not None and room > 0
+    assert machine.disk_free_bytes(Path("not/there/either")) is not None
+
+
 def test_shared_memory(tmp_path: Path) -> None:
     assert machine.shm_free_bytes(tmp_path) is None
     (tmp_path / "dev/shm").mkdir(parents=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.evidence.worker_limits import count_epoch_batches, fit_in_shm
+from fastloop.evidence.worker_limits import count_draws, count_epoch_batches, fit_in_shm
 from fastloop.records.facts import Facts, LoaderFacts
 
 
@@ -55,3 +55,19 @@ def test_the_batches_of_an_epoch_that_is_followed_by_others(
     loader: dict[str, Any], run: dict[str, Any], expected: int | None
 ) -> None:
     assert count_epoch_batches(LoaderFacts(kind="DataLoader", **loader), Facts(**run)) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "draws"),
+    [
+        ({"max_epochs": 3}, 3 * 100 * 8 * 2),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 3 * 50 * 8 * 2),
+        ({"max_epochs": 3, "max_steps": 10, "accumulate": 4}, 40 * 8 * 2),
+        ({"max_steps": 10}, 10 * 8 * 2),
+        ({}, None),
+    ],
+)
+def test_samples_of_a_run(limits: dict[str, Any], draws: int | None) -> None:
+    loader = LoaderFacts(kind="DataLoader", batches=100, batch_size=8)
+    assert count_draws(loader, Facts(world_size=2, **limits)) == draws
+    assert count_draws(LoaderFacts(kind="DataLoader", batches=100), Facts(max_epochs=2)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.cache import Cache
 from tests.feeds.cache.pictures import Arrays, folder
+from tests.feeds.cache.redis_server import Server
 from tests.runs import Net, batches, both, distance, run
 
 CACHE: dict[str, Any] = {"cache": {}}
@@ -161,6 +163,22 @@ def test_takes(rungs: Any, tmp_path: Path) -> None:
         assert verdict.took is True and verdict.why.startswith(f"hit rate {'100' if warm else '67'}%: ")
 
 
+def test_takes_in_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redis", reason='the redis package is not installed: pip install "lightning-fastloop[redis]"')
+    if shutil.which("redis-server") is None:
+        pytest.skip("there is no redis-server: apt-get install redis-server")
+    running = Server(tmp_path)
+    try:
+        rungs = {"cache": {"store": "redis", "url": running.url}}
+        plain = run(None, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+        for hits in (12, 24):  # the second run finds what the first one left
+            ours = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+            assert ours.seen("cache")["hits"] == hits and ours.verdict("cache").took is True
+            assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    finally:
+        running.stop()
+
+
 def test_says_why_not() -> None:
     verify = Cache(enabled=True).verify
     assert verify(Measurement()).why == "no sample was asked for"
@@ -247,8 +265,7 @@ def test_undo(fails: bool, tmp_path: Path) -> None:
 
 CRASH = """
     import sys, time
-    from itertools import chain
-from pathlib import Path
+    from pathlib import Path
     from fastloop.feeds.cache import places
     from tests.rungs.test_cache import CACHE, Pictures, loader
     from tests.runs import run

@@ -14,6 +14,7 @@ from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identi
 from fastloop.feeds.cache.keeping import Keeper
 from fastloop.feeds.cache.marking import MARK
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
+from fastloop.feeds.stand_in_dataset import StandInDataset
 from fastloop.records.images import CenterCrop, Resize
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -33,11 +34,11 @@ def list_leaves(dataset: Any) -> Iterator[Any]:
 # -- image files ------------------------------------------------------------------------------------------------------
 
 
-class CachedImages:
+class CachedImages(StandInDataset):
     """Stands in for a dataset of image files; pictures come from a store, the user's transforms go on from there.
 
-    For whoever looks at it, it is the user's dataset. Where that is changed during training, such as by another
-    transform, its samples are made as it makes them.
+    Where the user's dataset is changed during training, such as by another transform, its samples are made as it makes
+    them.
 
     Args:
         inner: the user's dataset.
@@ -45,14 +46,14 @@ class CachedImages:
         fingerprint: of the transforms that are kept with the picture.
     """
 
-    _OWN = frozenset({"inner", "keeper", "fingerprint", "_reading"})
+    _OWN = ("inner", "keeper", "fingerprint")
 
     def __init__(self, inner: Any, keeper: Keeper, fingerprint: bytes) -> None:
         self.inner, self.keeper, self.fingerprint = inner, keeper, fingerprint
-        self._reading = _Reading(inner)
+        object.__setattr__(self, "_reading", _Reading(inner))
 
     def __getitem__(self, index: Any) -> Any:
-        reading = self._reading
+        reading: _Reading = self._reading
         if type(index) is not int or index < 0 or not reading.holds():
             return self.inner[index]
         path, label = reading.source.locate(index)
@@ -67,27 +68,6 @@ class CachedImages:
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         return [self[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in CachedImages._OWN:  # not set yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in CachedImages._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.inner)
-
-    def __reduce__(self) -> Any:
-        return CachedImages, (self.inner, self.keeper, self.fingerprint)
 
 
 class _Reading:

@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 from fastloop.feeds.cache.datasets import CachedImages, list_marked, put_in, read_images, read_marked, take_out
 from fastloop.feeds.cache.keeping import Keeper
 from fastloop.feeds.cache.mapped import open_store
+from fastloop.feeds.images.byte_batches import AsBytes
 from tests.feeds.cache.pictures import Arrays, Memory, Unnamed, count_reads, folder, paint, touch
 
 AUGMENT = [T.RandomResizedCrop(16), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize([0.4] * 3, [0.2] * 3)]
@@ -150,6 +151,16 @@ def test_through_a_loader_with_workers(workers: int, start: Any, tmp_path: Path)
     assert same(epoch(plain), epoch(ours)) and hits(keeper) == (12, 12), "counted in all processes"
     keeper.close()
     assert not (tmp_path / "store").exists()
+
+
+def test_pictures_that_travel_as_bytes_come_from_the_store(tmp_path: Path) -> None:
+    plain = Subset(folder(tmp_path, transform=TRANSFORMS["a resize before"]), [3, 1, 0])
+    store = Memory()
+    epochs(cached(plain, store)[0], 1)
+    ours, keeper = cached(plain, store)
+    alone, both = AsBytes().wrap(plain), AsBytes().wrap(ours)
+    assert same([tuple(each) for each in epochs(alone)], [tuple(each) for each in epochs(both)])
+    assert epochs(both)[0].image.dtype == torch.uint8 and hits(keeper) == (18, 0)
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
