@@ -2,8 +2,9 @@
 
     python benchmarks/feed.py --data imagenet-sample.tar [--seconds 8] [--rounds 3] [--arms alone,train] [--workers 15]
 
-alone  images/s that reach the device: the DataLoader with workers, the same with the prefetch rung's feed, and DALI, as
-       the dali rung makes it: the CPU decodes and the device resizes, the CPU does both, the GPU decodes (mixed)
+alone  images/s that reach the device: the DataLoader with workers, the same with the prefetch rung's feed, with
+       pictures as bytes, and with kept samples besides; the store on the device; and DALI, as its rung makes it: the CPU
+       decodes and the device resizes, the CPU does both, the GPU decodes (mixed)
 train  the recipe's network in bf16, channels-last and compiled, batch 256, fed by each of these; `resident` has one
        batch that never moves, and is the limit. It is one process and one compile; arms take turns in each round
 
@@ -31,9 +32,14 @@ from torch.utils.data import DataLoader
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.config.loading import load
 from fastloop.evidence import machine
+from fastloop.feeds.cache.prefixes import read_prefix
+from fastloop.feeds.cache.wanted import KeptSamples
 from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.feeds.device_store.wanted import PicturesOnDevice
+from fastloop.feeds.images.byte_batches import AsBytes
 from fastloop.feeds.images.reading import read_source
+from fastloop.feeds.lazy_loader import clone
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 WARM_BATCHES = 8
@@ -45,6 +51,8 @@ class Feeds:
 
     def __init__(self, dataset: Any, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
+        self.kept: Any = None
+        self.stored: Any = None
         self.plain = DataLoader(dataset, batch_size=options.batch, shuffle=True, drop_last=True)
         self.loader = DataLoader(
             dataset,
@@ -59,12 +67,15 @@ class Feeds:
         self.arms: dict[str, Callable[[], Batches]] = {
             "dataloader": lambda: (self.move(batch) for batch in self.loader),
             "prefetch": self._prefetch,
+            "bytes": self._bytes,
+            "cache, bytes": self._cached_bytes,
+            "device store": self._from_device,
             "dali cpu": partial(self._dali, "cpu", "device"),
             "dali cpu, resized there": partial(self._dali, "cpu", "cpu"),
             "dali mixed": partial(self._dali, "mixed", "device"),
         }
         if device.type != "cuda":
-            self.arms = {name: self.arms[name] for name in ("dataloader", "dali cpu")}
+            self.arms = {name: self.arms[name] for name in ("dataloader", "cache, bytes", "device store", "dali cpu")}
 
     def move(self, batch: Any) -> Any:
         images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
@@ -73,6 +84,32 @@ class Feeds:
     def _prefetch(self) -> Batches:
         feed = DeviceFeed(self.loader, depth=2, device=self.device, stage=self.move)
         return iter(feed)
+
+    def _bytes(self) -> Batches:
+        return self._load_bytes(self.plain.dataset)
+
+    def _cached_bytes(self) -> Batches:
+        if self.kept is None:
+            prefix = read_prefix(self.plain.dataset)
+            assert not isinstance(prefix, str), prefix
+            self.kept = KeptSamples(store="shm", budget_bytes=None, prefix=prefix).wrap(self.plain.dataset)
+        return self._load_bytes(self.kept)
+
+    def _load_bytes(self, dataset: Any) -> Batches:
+        wrapped = AsBytes().wrap(dataset)
+        loader = clone(self.loader, {"dataset": wrapped})
+        for batch in DeviceFeed(loader, depth=2, device=self.device, stage=self._move_bytes):
+            yield self.move(wrapped.finish(batch))
+
+    def _move_bytes(self, batch: Any) -> Any:
+        return type(batch)(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
+
+    def _from_device(self) -> Batches:
+        if self.stored is None:
+            workers = self.options.workers
+            self.stored = PicturesOnDevice(device=self.device.type, workers=workers).make(self.plain)
+        for batch in self.stored.load(0):
+            yield self.move(batch)
 
     def _engine(self, decode: Any, resize: Any) -> DaliEngine:
         threads = self.options.threads or (
@@ -204,6 +241,7 @@ def say(line: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a folder or a tar of photographs; without it the recipe's own made ones")
+    parser.add_argument("--recipe", default="resnet50", choices=["resnet50", "cifar10"])
     parser.add_argument("--arms", default="alone,train", help="alone, train, or names of single feeds among them")
     parser.add_argument("--seconds", type=float, default=8, help="of each arm in each round")
     parser.add_argument("--rounds", type=int, default=3)
@@ -221,7 +259,7 @@ def main() -> None:
     overrides = [f"recipe.size={options.size}"]
     if options.data:
         overrides.append(f"recipe.data={Path(options.data).absolute()}")
-    module, data = build_recipe(load("resnet50", overrides=overrides))
+    module, data = build_recipe(load(options.recipe, overrides=overrides))
     data.prepare_data()
     data.setup("fit")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

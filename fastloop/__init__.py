@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastloop.bridge.fit.callback import FastLoop as FastLoop
     from fastloop.errors import ConfigError as ConfigError
     from fastloop.errors import FastLoopError as FastLoopError
+    from fastloop.feeds.cache.marking import cached_prefix as cached_prefix
     from fastloop.ladder import Ladder as Ladder
     from fastloop.records.measurement import Measurement as Measurement
     from fastloop.records.plan import Finding as Finding
@@ -29,8 +30,19 @@ _HOMES = {
     "Measurement": "records.measurement",
     "Plan": "records.plan",
     "Verdict": "records.plan",
+    "cached_prefix": "feeds.cache.marking",
 }
-__all__ = ["ConfigError", "FastLoop", "FastLoopError", "Finding", "Ladder", "Measurement", "Plan", "Verdict"]
+__all__ = [
+    "ConfigError",
+    "FastLoop",
+    "FastLoopError",
+    "Finding",
+    "Ladder",
+    "Measurement",
+    "Plan",
+    "Verdict",
+    "cached_prefix",
+]
 
 
 def __getattr__(name: str) -> Any:

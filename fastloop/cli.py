@@ -230,6 +230,36 @@ def exec_(command: Sequence[str], json_to: str | None, **options: Any) -> None:
     _run_and_print(lambda: commands.execute.execute(command, progress=_print, **options), json_to, aside=True)
 
 
+@cli.group(cls=console.Commands)
+def cache() -> None:
+    """List or delete the samples that runs have kept."""
+
+
+def _cache_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say where to look."""
+    path = click.option("--path", metavar="DIR", help="Also look here: the rung's path.")
+    url = click.option("--url", metavar="URL", help="Also look into this server: the rung's url.")
+    return _json(url(path(command)))
+
+
+@cache.command("ls")
+@_cache_options
+def cache_ls(path: str | None, url: str | None, json_to: str | None) -> None:
+    """List kept samples: where they are, their size and age."""
+    _run_and_print(lambda: commands.cache.list_kept(path=path, url=url), json_to)
+
+
+@cache.command("clear")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@_cache_options
+def cache_clear(names: Sequence[str], path: str | None, url: str | None, json_to: str | None) -> None:
+    """Delete kept samples, all of them or those named.
+
+    What a run is using now stays.
+    """
+    _run_and_print(lambda: commands.cache.clear_kept(names, path=path, url=url), json_to)
+
+
 @cli.command()
 @click.argument("run_dir")
 @click.option("--open", "open_it", is_flag=True, help="Open the report in its default application.")

@@ -14,9 +14,10 @@ from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.card import Cards
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Plan, Step, Verdict
+from fastloop.records.plan import Change, Plan, Step, Verdict, changes_loader
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.batch import Batch
+from fastloop.rungs.cache import Cache
 from fastloop.rungs.compile import Compile
 from fastloop.rungs.dali import Dali
 from fastloop.rungs.fused import Fused
@@ -45,10 +46,11 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("cache", "attention", "loss", "host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("attention", "loss", "host", "gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
     dali: Dali = Dali()
+    cache: Cache = Cache()
     nodes: Nodes = Nodes()
     workers: Workers = Workers()
     pin: Pin = Pin()
@@ -83,6 +85,7 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
     """
     steps: list[Step] = []
     owners: dict[str, str] = {}
+    lost = None if facts.loader is None else facts.loader.place_lost
     for name, rung in ladder.rungs():
         if not rung.enabled:
             continue
@@ -96,6 +99,10 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
                 )
             owners[key] = name
         facts = facts.after(step.change.facts)
+        if lost is not None and step.status == "planned" and changes_loader(step.change.wants):
+            note = f"a run that is resumed in the middle of an epoch starts it anew: {lost}"
+            step = dataclasses.replace(step, change=dataclasses.replace(step.change, notes=(*step.change.notes, note)))
+            lost = None
         steps.append(step)
     return Plan(steps=tuple(steps))
 

@@ -125,8 +125,8 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 
 # -- mistyped ---------------------------------------------------------------------------------------------------------
 
-KNOWN = "doctor, recipes, rungs, config, plan, run, diagnose, headspace, ab, climb, tune, exec, report"
-RUNGS = "workers, pin, prefetch, batch, amp, layout, fused, compile, overlap"
+KNOWN = "doctor, recipes, rungs, config, plan, run, diagnose, headspace, ab, climb, tune, exec, cache, report"
+RUNGS = "dali, cache, nodes, workers, pin, prefetch, batch, amp, layout, fused, compile, overlap"
 MISTYPED = [
     ("frobnicate", "command 'frobnicate'", f"the commands are {KNOWN}", "run fastloop --help"),
     ("doctr", "command 'doctr'", f"the commands are {KNOWN}", "write doctor"),
@@ -151,7 +151,7 @@ MISTYPED = [
         "'cifar11'",
         "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
         "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, batch, "
-        "compile, fused, layout, overlap, pin, prefetch, workers",
+        "cache, compile, dali, fused, layout, nodes, overlap, pin, prefetch, workers",
         "write cifar10",
     ),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),
@@ -248,7 +248,7 @@ def test_json_to_stdout_and_all_else_to_stderr(arguments: list[str], fastloop: C
 @pytest.mark.short
 def test_json_to_a_file(fastloop: CommandLine) -> None:
     said = fastloop("rungs", "--json", "rungs.json")
-    assert said.out.startswith("workers ") and said.err == ""
+    assert said.out.startswith("dali ") and said.err == ""
     content = strictly((fastloop.folder / "rungs.json").read_text())
     assert [rung["name"] for rung in content["rungs"]] == RUNGS.split(", ")
 

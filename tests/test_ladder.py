@@ -97,7 +97,7 @@ SITUATIONS = {
 def test_the_order_is_the_order_of_the_fields() -> None:
     assert [name for name, _ in Ladder().rungs()] == list(NAMES)
     assert (
-        *("dali", "nodes", "workers", "pin", "prefetch"),
+        *("dali", "cache", "nodes", "workers", "pin", "prefetch"),
         *("batch", "amp", "layout", "fused", "compile", "overlap"),
     ) == NAMES
     assert Ladder().enabled() == () and all_on().enabled() == NAMES

@@ -1,4 +1,4 @@
-"""What other people's scripts and files rely on: eight names, the YAML keys with their defaults, a cheap import."""
+"""What other people's scripts and files rely on: nine names, the YAML keys with their defaults, a cheap import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from fastloop.config.loading import RunSettings, WatchSettings, from_callback
 from fastloop.ladder import Ladder
 from tests.bridge.launch import python
 
-NAMES = ["ConfigError", "FastLoop", "FastLoopError", "Finding", "Ladder", "Measurement", "Plan", "Verdict"]
+NAMES = [
+    "ConfigError",
+    "FastLoop",
+    "FastLoopError",
+    "Finding",
+    "Ladder",
+    "Measurement",
+    "Plan",
+    "Verdict",
+    "cached_prefix",
+]
 
 KEYS: dict[str, Any] = {
     "strict": False,
@@ -25,6 +35,8 @@ KEYS: dict[str, Any] = {
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
         "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto"},
+        "cache": {"enabled": False, "store": "auto", "size_gb": "auto", "path": None, "url": None},
+        "nodes": {"enabled": False, "threads": "auto"},
         "workers": {
             "enabled": False,
             "count": "auto",
@@ -51,7 +63,7 @@ KEYS: dict[str, Any] = {
 """A changed name or default breaks files that people have. Change this only together with a note in CHANGELOG.md."""
 
 
-def test_the_names_are_these_eight_and_sorted() -> None:
+def test_the_names_are_these_nine_and_sorted() -> None:
     assert fastloop.__all__ == NAMES == sorted(NAMES)
     for name in NAMES:
         assert getattr(fastloop, name).__name__ == name
@@ -65,7 +77,7 @@ def test_importing_it_imports_neither_torch_nor_lightning(tmp_path: Path) -> Non
     program = (
         "import sys, fastloop\n"
         f"print('FIRST', [name for name in {heavy} if name in sys.modules], len(fastloop.__version__) > 0)\n"
-        "fastloop.Plan, fastloop.ConfigError, fastloop.Ladder\n"
+        "fastloop.Plan, fastloop.ConfigError, fastloop.Ladder, fastloop.cached_prefix\n"
         f"print('RECORDS', [name for name in {heavy} if name in sys.modules])\n"
         "from fastloop import FastLoop\n"
         "print('LOOP', 'torch' in sys.modules, 'lightning' in sys.modules)\n"

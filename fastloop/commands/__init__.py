@@ -1,13 +1,31 @@
 """What the command line does, one command a file. They compute and return an Answer; only cli.py prints."""
 
+# ruff: noqa: F401  # for type checkers
+
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastloop.commands import ab, climb, config, diagnose, doctor, execute, headspace, listing, report, run, tune  # noqa: F401
+    from fastloop.commands import (
+        ab,
+        cache,
+        climb,
+        config,
+        diagnose,
+        doctor,
+        execute,
+        headspace,
+        listing,
+        report,
+        run,
+        tune,
+    )
 
-COMMANDS = ("ab", "climb", "config", "diagnose", "doctor", "execute", "headspace", "listing", "report", "run", "tune")
+COMMANDS = (
+    *("ab", "cache", "climb", "config", "diagnose", "doctor", "execute", "headspace", "listing", "report", "run"),
+    "tune",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -127,6 +127,31 @@ def shm_free_bytes(root: Path = ROOT) -> int | None:
         return None
 
 
+def memory_free_bytes(root: Path = ROOT) -> int | None:
+    """Memory this process may still take: what is available, or what its cgroups leave of their limits, whichever is
+    smaller. File caches do not count as taken, files in shared memory do."""
+    rooms = []
+    for group in _cgroups(root, "memory"):
+        used = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+        taken = sum(int(used.get(name, 0)) for name in ("anon", "shmem", "total_rss", "total_shmem"))
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (limit := _text(group / name)).isdecimal():
+                rooms.append(max(0, int(limit) - taken))
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            rooms.append(int(line.split()[1]) * 1024)
+    return min(rooms, default=None)
+
+
+def disk_free_bytes(path: Path) -> int | None:
+    """Free space where `path` is or would be made; ``None`` where that cannot be asked."""
+    try:
+        there = next(each for each in (path, *path.parents) if each.exists())
+        return shutil.disk_usage(there).free
+    except (OSError, StopIteration):
+        return None
+
+
 def no_sockets_in() -> str | None:
     """The directory for temporary files, where its path is too long for a socket below it; ``None`` where it is not.
 

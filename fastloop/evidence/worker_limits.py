@@ -1,4 +1,4 @@
-"""Which loaders can have worker processes, for how many of them there is room, and for how long they are of use."""
+"""Which loaders can have worker processes, for how many there is room, how long they are of use, how much is drawn."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
     return None if ends else batches
 
 
+def count_draws(loader: LoaderFacts, facts: Facts) -> int | None:
+    """Samples that the whole run asks for on all ranks; None where that is not known."""
+    batches, limit = loader.batches, facts.limit_train_batches
+    if batches is not None and limit is not None:
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    by_epochs = None if batches is None or facts.max_epochs is None else batches * facts.max_epochs
+    by_steps = None if facts.max_steps is None else facts.max_steps * facts.accumulate
+    known = [count for count in (by_epochs, by_steps) if count is not None]
+    return min(known) * loader.batch_size * facts.world_size if known and loader.batch_size else None
+
+
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str | None:
     """Why this loader gets no workers; None where nothing speaks against them.
 
@@ -55,8 +66,6 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         start_method: how they would start, or auto.
     """
     method = loader.start_method if start_method == "auto" else start_method
-    if loader.engine is not None:
-        return f"{loader.engine} loads in the loader's place"
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: it has no workers to set"
     if loader.engine is not None:

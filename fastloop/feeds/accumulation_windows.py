@@ -32,13 +32,17 @@ class WindowSampler:
         self.batches, self.window, self.limit = batches, window, limit
         self.limit_once: int | None = None
         """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
+        self.first_once: int | None = None
+        """Batches of that epoch's first window: a run may be resumed inside of what is a window here."""
         self.sizes: deque[tuple[int, ...]] = deque()
 
     def __iter__(self) -> Iterator[Joined]:
         self.sizes.clear()
         limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
+        size, self.first_once = self.first_once or self.window, None
         source = islice(iter(self.batches), limit)
-        while window := [list(batch) for batch in islice(source, self.window)]:
+        while window := [list(batch) for batch in islice(source, size)]:
+            size = self.window
             joined = Joined(index for batch in window for index in batch)
             joined.sizes = tuple(len(batch) for batch in window)
             self.sizes.append(joined.sizes)

@@ -22,9 +22,13 @@ class Piece(NamedTuple):
     samples: int
     weight: float
     """Factor of this piece's mean loss in the step's loss."""
+    groups: int = 1
+    """Merged batches that it holds whole, one after the other, of one size."""
 
 
-def cut(batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None) -> list[Piece]:
+def cut(
+    batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None, *, whole_batches: bool = False
+) -> list[Piece]:
     """Cut a batch into pieces of at most `micro` samples.
 
     Args:
@@ -32,6 +36,7 @@ def cut(batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None)
         micro: samples per piece.
         window: sizes of the loader batches that were merged into this one, and how many a full window has. Each of
             them weighs ``1/full``, as Lightning's accumulation has it, so pieces never mix sizes.
+        whole_batches: cut none of those, also where one is larger than `micro`.
 
     Raises:
         CannotSplit: a member has another first dimension, or is of a kind that cannot be cut.
@@ -40,10 +45,11 @@ def cut(batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None)
     if not total:
         raise CannotSplit("the batch holds no tensor with a first dimension")
     pieces, start = [], 0
-    for count, per_sample in _list_runs(total, window):
-        for size in _choose_sizes(count, micro):
+    for each, count, per_sample in _list_runs(total, window):
+        most = max(each, micro // each * each) if whole_batches else micro
+        for size in _choose_sizes(each * count, most):
             piece = batch if size == total else _slice(batch, slice(start, start + size), total)
-            pieces.append(Piece(piece, size, size * per_sample))
+            pieces.append(Piece(piece, size, size * per_sample, size // each if whole_batches else 1))
             start += size
     return pieces
 
@@ -75,15 +81,15 @@ def _choose_sizes(count: int, micro: int) -> list[int]:
     return sizes
 
 
-def _list_runs(total: int, window: tuple[Sequence[int], int] | None) -> list[tuple[int, float]]:
-    """Stretches of samples of equal weight: (samples, weight per sample)."""
+def _list_runs(total: int, window: tuple[Sequence[int], int] | None) -> list[tuple[int, int, float]]:
+    """Stretches of batches of one size: (samples of each, batches, weight per sample)."""
     if window is None:
-        return [(total, 1 / total)]
+        return [(total, 1, 1 / total)]
     sizes, full = window
     if sum(sizes) != total:
         raise CannotSplit(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
     runs = [(size, len(list(group))) for size, group in groupby(sizes)]
-    return [(size * count, 1 / (full * size)) for size, count in runs]
+    return [(size, count, 1 / (full * size)) for size, count in runs]
 
 
 def _slice(member: Any, part: slice, total: int) -> Any:

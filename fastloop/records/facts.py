@@ -11,6 +11,24 @@ from fastloop.records.images import ImageFacts
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefixFacts:
+    """The part of a dataset's work that is the same each time: what could be kept of each sample."""
+
+    what: str
+    """In words: decoded images, or what which method returns."""
+    dataset: str
+    """Its class, and where its files lie if that is known."""
+    fingerprint: str
+    """Of that work, in hexadecimal digits."""
+    samples: int
+    """Different ones, at most."""
+    sample_bytes: int | None = None
+    """Mean bytes of what is kept of a sample; None where that is not known before one is made."""
+    names_files: bool = True
+    """It is known which files a sample is made of, so that a changed one is noticed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
     """What the train loader is, read without taking a sample from it."""
 
@@ -34,10 +52,14 @@ class LoaderFacts:
     """It can say where it stands (``state_dict``), so a run may resume mid-epoch."""
     draws_random: tuple[str, ...] = ()
     """Places in the dataset that draw random numbers, as far as reading its code shows."""
+    shared_draws: tuple[str, ...] = ()
+    """Those of them that cannot be given a generator for each thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    place_lost: str | None = None
+    """Why a run that is resumed in the middle of an epoch starts it anew; None where it goes on."""
     thread_hazards: tuple[str, ...] = ()
     """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()
@@ -54,6 +76,8 @@ class LoaderFacts:
     """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
     images: ImageFacts | str = "the dataset was not looked at"
     """What happens to each file of a dataset of images; or why it is none."""
+    prefix: PrefixFacts | str = "the dataset was not looked at"
+    """What could be kept of each sample; or why nothing can."""
     engine: str | None = None
     """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""
     on_device: bool = False
@@ -71,6 +95,10 @@ class Facts:
     """Training processes that share those CPUs."""
     shm_free_bytes: int | None = None
     """Room in ``/dev/shm`` for batches on their way from workers; None where there is none, or it is not known."""
+    memory_free_bytes: int | None = None
+    """Memory that this process may still take; None where it is not known."""
+    disk_free_bytes: int | None = None
+    """Room on the disk that holds the user's cache directory; None where it is not known."""
     no_sockets_in: str | None = None
     """The directory for temporary files, where its path is too long for the sockets that workers send batches by."""
     device: str = "cpu"
@@ -118,6 +146,8 @@ class Facts:
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
     batchnorms: tuple[str, ...] = ()
+    other_batchnorms: tuple[str, ...] = ()
+    """Those that cannot be computed batch by batch: synchronized between ranks, or of a kind of their own."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
     not_mean_losses: tuple[str, ...] = ()

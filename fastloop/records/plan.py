@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -65,6 +65,10 @@ class Site(Protocol):
     @property
     def changed_sizes(self) -> Sequence[Mapping[int, int]]:
         """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
+
+    @property
+    def groups(self) -> Any:
+        """How many of the user's batches a call holds, see ``feeds/batch_norm/groups.py``."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
@@ -173,6 +177,11 @@ class Plan:
 
     def step(self, rung: str) -> Step | None:
         return next((step for step in self.steps if step.rung == rung), None)
+
+
+def changes_loader(wants: Iterable[str]) -> bool:
+    """Whether one of these settings changes the train loader."""
+    return any(key.startswith(("loader.", "feed.", "dataset.")) for key in wants)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Faster because  larger micro-batches fill the device and launch fewer kernels; smaller ones make a batch fit.
 Costs           activation memory of the larger micro-batch; one held gradient copy while a batch is split.
 Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum.
-Evidence        micro-batches and samples seen per optimizer step
+Evidence        micro-batches and samples seen per optimizer step; BatchNorm layers that kept merged batches apart
 Source          https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html (no_sync); accumulation arithmetic
                 checked in tests/rungs/test_batch.py
 """
@@ -19,7 +19,7 @@ from fastloop.feeds.accumulation_windows import explain_no_merge, explain_no_reg
 from fastloop.records.card import DEVICE, Card, ClimbState, SearchSpace, Tunable, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Parity, Verdict
+from fastloop.records.plan import Action, Applied, Change, Parity, Site, Verdict
 from fastloop.records.readings import micro_batches
 
 MOST_TIMES_LARGER = 8
@@ -88,6 +88,9 @@ class Batch:
     """Samples per forward and backward pass. `auto` comes in a later version and is skipped until then."""
     global_batch: Literal["keep"] = "keep"
     """keep = the samples of each optimizer step stay what they were."""
+    batch_norm: Literal["groups", "merge"] = "groups"
+    """groups = where batches are merged, BatchNorm keeps the statistics of each. merge = it takes all of them as one,
+    which is less work and another training."""
     loss_is_mean: bool = field(default=False)
     """Your word that the loss is a mean over samples where the code, or the first window's gradient, says otherwise."""
 
@@ -103,11 +106,17 @@ class Batch:
             return Change(waits_for="the train loader", may_want=keys, facts={"micro_batches": True})
         assert isinstance(self.micro_batch, int)
         micro, size, window = self.micro_batch, facts.loader.batch_size, facts.accumulate
-        wants, notes = {"step.micro_batch": micro}, self._notes(facts)
+        wants: dict[str, Any] = {}
         after: dict[str, Any] = {"micro_batches": True}
-        if size is not None and micro > size and window > 1:
+        merges = size is not None and micro > size and window > 1
+        groups = merges and self.batch_norm == "groups" and bool(facts.batchnorms) and not facts.other_batchnorms
+        notes = self._notes(facts, groups=groups)
+        if size is not None and merges:
             if (reason := explain_no_merge(facts, facts.loader)) is not None:
                 raise NotApplicable(reason)
+            if groups:
+                micro = self._round_down(size, notes)
+                wants["step.batch_norm"] = "groups"
             wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
             if self.loss_is_mean:
                 wants["step.loss_is_mean"] = True
@@ -119,8 +128,23 @@ class Batch:
         elif micro == size:
             raise NotApplicable(f"the loader's batches already have {size} samples")
         # BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order.
-        parity: Parity = "changes-training" if facts.batchnorms else "approximate"
-        return Change(parity=parity, notes=tuple(notes), wants=wants, facts=after)
+        parity: Parity = "changes-training" if facts.batchnorms and not groups else "approximate"
+        actions = (Action(keys=("model.batch_norm",), when="train_start", do=_group_norms),) if groups else ()
+        wants["step.micro_batch"] = micro
+        return Change(parity=parity, notes=tuple(notes), wants=wants, actions=actions, facts=after)
+
+    def _round_down(self, size: int, notes: list[str]) -> int:
+        """The largest micro-batch that holds whole batches of `size`, and several of them."""
+        assert isinstance(self.micro_batch, int)
+        if self.micro_batch < 2 * size:
+            raise NotApplicable(
+                f"micro_batch={self.micro_batch} holds one whole batch of {size}, and BatchNorm keeps the statistics of"
+                f" whole batches: write {2 * size} or more, or batch_norm: merge"
+            )
+        micro = self.micro_batch // size * size
+        if micro != self.micro_batch:
+            notes.append(f"micro_batch {self.micro_batch} is taken as {micro}, whole batches of {size} for BatchNorm")
+        return micro
 
     def _refuse(self, facts: Facts) -> None:
         if self.micro_batch == "auto":
@@ -135,17 +159,21 @@ class Batch:
                 " if it is, write batch.loss_is_mean: true"
             )
 
-    def _notes(self, facts: Facts) -> list[str]:
+    def _notes(self, facts: Facts, *, groups: bool) -> list[str]:
         notes = [
             "a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
             " changes with the micro-batch: prove yours with fastloop ab"
         ]
         if facts.batchnorms:
             names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
-            notes.append(
-                f"{len(facts.batchnorms)} BatchNorm layers normalise over micro-batches of {self.micro_batch},"
-                f" which changes the training: {names}"
-            )
+            changes = f"normalise over micro-batches of {self.micro_batch}, which changes the training"
+            told = "keep the statistics of each of your batches" if groups else changes
+            notes.append(f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}")
+            if facts.other_batchnorms and self.batch_norm == "groups":
+                other = facts.other_batchnorms[0]
+                notes.append(
+                    f"{other} is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it"
+                )
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -161,8 +189,17 @@ class Batch:
             return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
         sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
         why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
+        if norms := evidence.get("grouped_norms"):
+            why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
         if problem:
             why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
         if apart:
             why += f"; {apart} of {evidence['steps']} windows run batch by batch: {evidence['apart_why']}"
         return Verdict(took=True, why=why)
+
+
+def _group_norms(site: Site) -> Applied:
+    from fastloop.feeds.batch_norm.groups import group_forwards
+
+    undo = group_forwards(site.module, site.groups)
+    return Applied(undo=undo, probe=lambda: {"grouped_norms": len(site.groups.norms), "groups": site.groups.most})

@@ -33,6 +33,7 @@ CARD = Card(
         loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
     ),
     variants=(),  # a climb predicts a loader by the number of its processes, and here are none
+    loads_elsewhere=True,
     batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
 )
 """What other files know of this rung."""
@@ -43,12 +44,15 @@ class Threads:
     """What loads in the place of the loader."""
 
     threads: int
+    own_draws: bool = False
+    """Each batch draws its random numbers from a generator of its own."""
 
     def make(self, loader: Any) -> Any:
         """The pipeline over this loader's dataset, sampler and collate function."""
         from fastloop.feeds.nodes.pipeline import ThreadEngine
 
-        return ThreadEngine(loader, self.threads, turn_off="rungs.nodes.enabled: false")
+        off = "rungs.nodes.enabled: false"
+        return ThreadEngine(loader, self.threads, turn_off=off, own_draws=self.own_draws)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,14 @@ class Nodes:
         threads = share if self.threads == "auto" else self.threads
         engine = f"a pipeline of {threads} thread{'' if threads == 1 else 's'}"
         left = {"loader": dataclasses.replace(facts.loader, engine=engine)}
-        return Change(wants={"loader.engine": Threads(threads=threads)}, notes=(GIL,), facts=left)
+        draws = facts.loader.draws_random
+        seen = f"augmentation draws differ from a run without threads ({', '.join(draws[:3])}); each batch has its own"
+        return Change(
+            wants={"loader.engine": Threads(threads=threads, own_draws=bool(draws))},
+            notes=(GIL, seen) if draws else (GIL,),
+            facts=left,
+            parity="approximate" if draws else "exact",
+        )
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when threads made the batches that the training got."""
@@ -104,9 +115,9 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
         return f"{loader.kind} makes its own iterators, which threads would pass by"
     if loader.sampler_hazards:
         return f"threads are ahead of the training: {'; '.join(loader.sampler_hazards)}"
-    if loader.draws_random:
+    if loader.shared_draws:
         return (
-            f"{', '.join(loader.draws_random[:3])} draw random numbers, and which thread draws which would be chance;"
+            f"{', '.join(loader.shared_draws[:3])} draw random numbers, and which thread draws which would be chance;"
             " worker processes have generators of their own"
         )
     if loader.thread_hazards:

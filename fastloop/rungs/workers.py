@@ -104,7 +104,7 @@ class Workers:
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
         if loader.packable:
-            from fastloop.feeds.packed_list import Packing  # it imports torch
+            from fastloop.feeds.workers.packed_list import Packing  # it imports torch
 
             wants["dataset.packed"] = Packing(samples=loader.packable)
             notes.append(

@@ -52,5 +52,5 @@ def test_an_unknown_rung() -> None:
 
 def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        listing.list_rungs("cache")
+        listing.list_rungs("shard")
     assert caught.value.why.startswith("this version does not have it yet") and caught.value.do == "write one of them"

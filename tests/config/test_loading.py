@@ -329,8 +329,8 @@ def test_a_callback_is_told_what_is_no_configuration(wrong: object) -> None:
 
 def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        load("resnet50", overrides=["rungs.cache.enabled=true"])
-    assert caught.value.got == "rungs.cache (command line)" and "no key cache in this version yet" in caught.value.why
+        load("resnet50", overrides=["rungs.shard.enabled=true"])
+    assert caught.value.got == "rungs.shard (command line)" and "no key shard in this version yet" in caught.value.why
     assert caught.value.do == "write one of these, or delete the line"
-    with pytest.raises(ConfigError, match="this version has no rung cache yet"):
-        load("resnet50", more=["cache"])
+    with pytest.raises(ConfigError, match="this version has no rung shard yet"):
+        load("resnet50", more=["shard"])

@@ -165,3 +165,13 @@ def test_what_counts_steps_is_named() -> None:
     one = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True, num_workers=1)
     assert list_changed_counts(Facts(accumulate=4), one) == quiet
     assert len(quiet) == 2 and "0.34" in list_changed_counts(Facts(val_check_interval=0.34), loader)[1]
+
+
+def test_a_resumed_epoch_begins_with_what_is_left_of_a_window() -> None:
+    """Behind two of eight batches, in windows of three: one batch, then whole windows; the epoch after it is whole."""
+    left, whole = [[number] for number in range(2, 8)], [[number] for number in range(8)]
+    windows = WindowSampler(left, 3, 8)
+    windows.limit_once, windows.first_once = 6, 1
+    assert list(windows) == [[2], [3, 4, 5], [6, 7]]
+    windows.batches = whole
+    assert list(windows) == [[0, 1, 2], [3, 4, 5], [6, 7]]

@@ -170,3 +170,21 @@ def test_join_survives_members_that_only_some_pieces_have() -> None:
 
 def test_mean_is_weighted() -> None:
     assert mean([1.0, 4.0], [3, 1]) == 1.75
+
+
+@pytest.mark.parametrize(
+    ("window", "micro", "expected", "groups"),
+    [
+        ((8, 8, 8, 8), 32, [32], [4]),
+        ((8, 8, 8, 8), 23, [16, 16], [2, 2]),
+        ((8, 8, 8, 8), 24, [24, 8], [3, 1]),
+        ((8, 8, 4), 16, [16, 4], [2, 1]),
+        ((4, 4, 8), 5, [4, 4, 8], [1, 1, 1]),
+        ((1, 1, 1), 2, [2, 1], [2, 1]),
+    ],
+)
+def test_whole_batches_are_not_cut(window: Any, micro: int, expected: list[int], groups: list[int]) -> None:
+    pieces = cut(x(sum(window)), micro, (window, 4), whole_batches=True)
+    assert sizes(pieces) == expected and [piece.groups for piece in pieces] == groups
+    assert sum(piece.weight for piece in pieces) == pytest.approx(len(window) / 4)
+    assert {piece.groups for piece in cut(x(sum(window)), micro, (window, 4))} == {1}

@@ -95,6 +95,12 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
             "micro_batch=16 with batches of 8 and no accumulation: a larger one would change the global batch",
         ),
         (
+            {"micro_batch": 12},
+            facts(accumulate=4, batchnorms=("net.1",)),
+            "micro_batch=12 holds one whole batch of 8, and BatchNorm keeps the statistics of whole batches: write 16"
+            " or more, or batch_norm: merge",
+        ),
+        (
             {"micro_batch": 16},
             facts(accumulate=16),
             "an epoch has 12 batches, fewer than the 16 of one window:"
@@ -111,7 +117,8 @@ def test_plan_refuses(settings: dict[str, Any], given: Facts, reason: str) -> No
 def test_plan_says_what_changes() -> None:
     """A1 to A3 and A5."""
     names = ("net.1", "net.4", "net.7", "head.bn")
-    notes = Batch(enabled=True, micro_batch=16).plan(facts(accumulate=4, batchnorms=names, val_check_interval=8)).notes
+    norms = facts(accumulate=4, batchnorms=names, val_check_interval=8)
+    notes = Batch(enabled=True, micro_batch=16, batch_norm="merge").plan(norms).notes
     assert notes == (
         NOTE,
         "4 BatchNorm layers normalise over micro-batches of 16, which changes the training: net.1, net.4, net.7, …",
@@ -125,7 +132,45 @@ def test_plan_says_what_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"micro_batch": 0}, {"micro_batch": -1}, {"micro_batch": "most"}, {"global_batch": "grow"}]
+    ("settings", "given", "wants", "parity", "told"),
+    [
+        ({}, {}, {"step.micro_batch": 16, "step.batch_norm": "groups"}, "approximate", "each of your batches: net.1"),
+        (
+            {"micro_batch": 23},
+            {},
+            {"step.micro_batch": 16, "step.batch_norm": "groups"},
+            "approximate",
+            "micro_batch 23 is taken as 16, whole batches of 8 for BatchNorm",
+        ),
+        ({"batch_norm": "merge"}, {}, {"step.micro_batch": 16}, "changes-training", "changes the training: net.1"),
+        (
+            {},
+            {"other_batchnorms": ("net.1",)},
+            {"step.micro_batch": 16},
+            "changes-training",
+            "net.1 is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it",
+        ),
+        ({"micro_batch": 4}, {}, {"step.micro_batch": 4}, "changes-training", "changes the training: net.1"),
+        ({"micro_batch": 3}, {"accumulate": 1}, {"step.micro_batch": 3}, "changes-training", "changes the training"),
+    ],
+)
+def test_plan_of_batchnorm(settings: Any, given: Any, wants: Any, parity: str, told: str) -> None:
+    known = facts(**{"accumulate": 4, "batchnorms": ("net.1",), **given})
+    change = Batch(**{"enabled": True, "micro_batch": 16, **settings}).plan(known)
+    assert change.parity == parity and wants.items() <= change.wants.items()
+    assert any(told in note for note in change.notes)
+    assert ("step.batch_norm" in change.wants) == bool(change.actions) == (parity == "approximate")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch": 0},
+        {"micro_batch": -1},
+        {"micro_batch": "most"},
+        {"global_batch": "grow"},
+        {"batch_norm": "keep"},
+    ],
 )
 def test_impossible_settings_are_config_errors(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"batch.{next(iter(settings))}"):

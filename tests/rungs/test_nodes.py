@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.feeds import tried_workers
+from fastloop.feeds.workers import tried_workers
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -94,7 +94,7 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ({"own_iterator": True}, "DataLoader makes its own iterators, which threads would pass by"),
         ({"sampler_hazards": ("a is x", "b")}, "threads are ahead of the training: a is x; b"),
         (
-            {"draws_random": ("RandomCrop", "a", "b", "c")},
+            {"draws_random": ("RandomCrop", "a"), "shared_draws": ("RandomCrop", "a", "b", "c")},
             "RandomCrop, a, b draw random numbers, and which thread draws which would be chance; worker processes have"
             " generators of their own",
         ),
@@ -107,11 +107,17 @@ def test_plan_refuses(loader: dict[str, Any], reason: str) -> None:
     assert str(refused.value) == reason
 
 
+def test_draws_of_torchs_are_each_batchs_own() -> None:
+    change = Nodes(enabled=True).plan(facts({"draws_random": ("RandomCrop", "ColorJitter")}))
+    assert change.wants == {"loader.engine": Threads(threads=7, own_draws=True)} and change.parity == "approximate"
+    assert change.notes[1].startswith("augmentation draws differ from a run without threads (RandomCrop, ColorJitter)")
+
+
 def test_one_of_both_loads() -> None:
     both_on = Ladder(nodes=Nodes(enabled=True), workers=Workers(enabled=True))
     steps = {step.rung: (step.status, step.reason) for step in plan(both_on, facts({})).steps}
     assert steps["nodes"] == ("planned", None)
-    assert steps["workers"] == ("skipped", "a pipeline of 7 threads loads in the loader's place")
+    assert steps["workers"] == ("skipped", "a pipeline of 7 threads loads the samples, without worker processes")
     steps = {step.rung: step.status for step in plan(both_on, facts({"thread_hazards": ("x",)})).steps}
     assert steps == {"nodes": "skipped", "workers": "planned"}
 
@@ -202,6 +208,33 @@ def test_undo() -> None:
     ours.trainer.fit_loop.max_epochs = 4
     ours.trainer.fit(ours.module, loader)
     assert ours.verdict("nodes").took and ours.trainer.current_epoch == 4 and dict(vars(loader)) == before
+
+
+class Flips(Dataset):
+    """Augmented as torchvision does it."""
+
+    def __init__(self, transform: Any) -> None:
+        self.rows, self.transform = numbered(32), transform
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, n = self.rows[index]
+        return self.transform(x.reshape(1, 2, 4)).reshape(8), y, n
+
+
+def test_augmented_runs_repeat_whatever_the_number_of_threads() -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    erase = transforms.Compose([transforms.RandomHorizontalFlip(), transforms.RandomErasing(value="random")])
+    ends = []
+    for rungs in (None, NODES, {"nodes": {"threads": 3}}, {"nodes": {"threads": 1}}):
+        ends.append(run(rungs, DataLoader(Flips(erase), 4, shuffle=True), max_epochs=2))
+    plain, *ours = ends
+    for each in ours:
+        assert each.verdict("nodes").took and each.verdict("nodes").parity_class == "approximate"
+        assert each.module.samples[:8] == plain.module.samples[:8], "the sampler draws as before"
+        assert distance(ours[0], each) == 0 and distance(plain, each) > 0
 
 
 @pytest.mark.multirank

@@ -25,9 +25,9 @@ from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
 from fastloop.evidence.model.dataset import worker_hazards
-from fastloop.feeds import packed_list
 from fastloop.feeds.lazy_loader import LazyLoader, clone
-from fastloop.feeds.packed_list import PackedList, Packing
+from fastloop.feeds.workers import packed_list
+from fastloop.feeds.workers.packed_list import PackedList, Packing
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, auto_count

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW
 
 RAGGED = {"samples": 168, "max_epochs": 34, "accumulate_grad_batches": 4}  # 11 batches a rank and epoch
 SHORT = {"samples": 40, "max_epochs": 34}  # 3 batches a rank and epoch, the last one short
+NORMS = {**RAGGED, "max_epochs": 4, "precision": "64-true"}
 VIEW = {"overlap": {"gradient_as_bucket_view": True}}
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -30,6 +31,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "one rank refuses": (MERGE, RAGGED),
     "one rank comes apart": (MERGE, RAGGED),
     "accumulated split view": ({**SPLIT, **VIEW}, RAGGED),
+    "norms accumulated": (None, NORMS),
+    "norms grouped": (MERGE, NORMS),
+    "norms merged": ({"batch": {"micro_batch": 16, "batch_norm": "merge"}}, NORMS),
 }
 
 
@@ -41,10 +45,15 @@ def fit(name: str, rungs: Any, samples: int, **settings: Any) -> dict[str, Any]:
 
         exchanges = 0
 
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if name.startswith("norms"):
+                self.net.insert(1, torch.nn.BatchNorm1d(16))
+
         def on_train_start(self) -> None:
             self.trainer.model.register_comm_hook(self, _exchange)
 
-    kind = SGD if name in ("plain", "workers", "nodes") else AdamW
+    kind = SGD if name in ("plain", "workers", "nodes") or name.startswith("norms") else AdamW
     done = run(
         rungs, batches(samples, shuffle=True), partial(Counts, kind, lr=0.01), strategy="ddp", devices=2, **settings
     )

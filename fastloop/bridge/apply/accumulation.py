@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
 from fastloop.feeds.accumulation_windows import WindowSampler, batches_between_validations, count_used_batches
+from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece
 from fastloop.records.plan import Undo
@@ -56,15 +58,25 @@ class Merge:
         self.windows = WindowSampler(sampler, self.window, self._batches)
         return self.windows
 
-    def train_start(self) -> None:
-        """Rescale what exists only now: scheduler frequencies, and the counters of a resumed or earlier fit."""
+    def train_start(self, behind: int | None = None) -> None:
+        """Rescale what exists only now: scheduler frequencies, and the counters of a resumed or earlier fit.
+
+        Args:
+            behind: batches of the epoch that a resumed run goes on behind; None: its sampler starts anew.
+        """
         for config in self.trainer.strategy.lr_scheduler_configs:
             if config.interval == "step" and config.frequency > 1:
                 self._frequencies.append((config, config.frequency))
                 config.frequency = _InBatches(config.frequency, self._count_batches)
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if self.windows is not None and self.trainer.fit_loop.restarting and 0 < done < self._batches:
-            self.windows.limit_once = self._batches - done // self.window * self.window
+            if behind is None:
+                self.windows.limit_once = self._batches - done // self.window * self.window
+            else:
+                self.windows.limit_once, self.windows.first_once = (
+                    self._batches - behind,
+                    self.window - behind % self.window,
+                )
         self._count(self._count_windows)
         self._counts_windows = True
 
@@ -75,6 +87,10 @@ class Merge:
             return
         for part in ("total", "current"):
             progress[part] = _recount(progress[part], self._count_batches)
+
+    def count_batches(self, counted: int) -> int:
+        """What Lightning counted in this epoch, in batches of the user's loader."""
+        return self._count_batches(counted) if self._counts_windows else counted
 
     def _count_windows(self, batches: int) -> int:
         """Rounded down: a checkpoint from inside a window lacks the gradients of its first batches."""
@@ -143,32 +159,52 @@ TakeLoss = Callable[[Any, int], Any]
 """training_step's loss for a batch, and the number of that batch in its window."""
 
 
-def explain_difference(strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], take_loss: TakeLoss) -> str | None:
-    """Why a window must not run as `merged`; None where its gradient is that of the user's `own` batches."""
+def explain_difference(
+    strategy: Any,
+    own: Sequence[Piece],
+    merged: Sequence[Piece],
+    take_loss: TakeLoss,
+    groups: BatchGroups | None = None,
+    compares: bool = True,
+) -> str | None:
+    """Why a window must not run as `merged`; None where its gradient is that of the user's `own` batches.
+
+    Args:
+        groups: BatchNorm is to see each of the batches by itself; None: that is not asked for.
+        compares: look at the gradient.
+    """
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     scaler = getattr(plugin, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without it float16 underflows; it begins too high
 
     def sample(piece: Piece, number: int) -> torch.Tensor:
-        with plugin.train_step_context():
-            loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
-        if loss is None:
-            raise ValueError("training_step returned no loss")
-        return sample_gradient(loss * scale, parameters)
+        if means is not None:
+            means.begin()
+        with nullcontext() if groups is None else groups.of(piece.groups):
+            with plugin.train_step_context():
+                loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
+            if loss is None:
+                raise ValueError("training_step returned no loss")
+            return sample_gradient(loss * scale, parameters)
 
+    means = None if groups is None else MeansOfGroups(groups)
     try:
         with _quiet(strategy), _unwritten(list(module.parameters())):
-            with untouched(module):
+            with untouched(module), nullcontext() if means is None else means.looking():
                 before = _read_streams(strategy)
                 apart = [sample(piece, number) for number, piece in enumerate(own)]
                 drew = not all(map(torch.equal, before, _read_streams(strategy)))
-            with untouched(module):
+            with untouched(module), nullcontext() if means is None else means.looking():
                 together = sum((sample(piece, 0) * piece.weight for piece in merged), start=torch.zeros(()))
     except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
         let_through(error)
         said = " ".join(str(error).split())[:200]
         return f"accumulated and merged could not be compared: {type(error).__name__}: {said}"
+    if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
+        return mixed
+    if not compares:
+        return None
     found = measure_difference(apart, [piece.weight for piece in own], together)
     if found is None:
         return "accumulated and merged could not be compared: the gradient is not finite"

@@ -18,10 +18,12 @@ from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
+from fastloop.feeds.place.kept_order import Place
 from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
@@ -71,6 +73,7 @@ class Applier:
         """Rungs that were left out and are no error under ``strict``: they could apply, and are not worth it here."""
         self.scaler_state: Mapping[str, Any] | None = None
         """Of mixed precision, in the checkpoint that is resumed."""
+        self.place = PlaceKeeper(warn=warn, say=say)
         self._late_conversions: list[Callable[[Any], Any]] = []
         """For the batch that had come to the device before the rehearsal."""
         self.plan = Plan()
@@ -138,7 +141,8 @@ class Applier:
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
-                self.loaders = TrainLoaders(site, undo=self._undo_setting, give_up=self._give_up, warn=self.warn)
+                hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
+                self.loaders = TrainLoaders(site, place=self.place, **hands)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
@@ -273,6 +277,8 @@ class Applier:
 
     def after_backward(self) -> None:
         """Lightning has run a backward."""
+        if self.micro is not None:
+            self.micro.after_backward()
         if self.look is not None:
             self.look.backward_ends()
 
@@ -305,12 +311,17 @@ class Applier:
         for _, clean in self._cleans:
             clean(checkpoint)
 
+    def read_place(self) -> Place | None:
+        """Where the training stands in its data, for a checkpoint; None where no rung changes the loader."""
+        return None if self.loaders is None else self.loaders.read_place()
+
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
         self.end_rehearsal()
         self._undo_down_to(0)
         self._probes.clear()
         self._cleans.clear()
+        self.place.let_go()
         self.loaders = self.micro = self._site = None
 
     def end_rehearsal(self) -> None:
@@ -333,7 +344,8 @@ class Applier:
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
         others = [site.module, *site.trainer.callbacks]
-        loader_facts = read_facts.loader_facts(loaders.find_original(loader), self.ladder.start_method, others)
+        start_method, original = self.ladder.start_method, loaders.find_original(loader)
+        loader_facts = read_facts.loader_facts(original, start_method, others, ranks=site.facts.world_size)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._plan_loader(facts)
         if (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
@@ -341,9 +353,14 @@ class Applier:
             changed = self._plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            compares = not changed.wants.get("step.loss_is_mean")
             self.micro = MicroBatches(
-                samples, rung=rung, strict=self.strict, compares=compares, warn=self.warn, one_time=self.one_time
+                samples,
+                rung=rung,
+                strict=self.strict,
+                compares=not changed.wants.get("step.loss_is_mean"),
+                warn=self.warn,
+                one_time=self.one_time,
+                groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
             self._probes.append((rung, self.micro.evidence))
         result = loaders.change(loader, changed, facts)

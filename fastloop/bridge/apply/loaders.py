@@ -10,21 +10,24 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge.apply.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
-from fastloop.feeds.tried_workers import TriedWorkers
+from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, collate_window
+from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Plan, Undo
+from fastloop.records.plan import Plan, Undo, changes_loader
 
 
 class TrainLoaders:
     """Changes train loaders as they come (several, and again on reload) and remembers what the user gave.
 
     Args:
+        place: keeps the place of the run in its data.
         undo: takes the key of a setting and what puts its change back.
         give_up: takes the key of a planned setting that turns out not to apply, and the reason.
         warn: takes one line for the user.
@@ -34,12 +37,13 @@ class TrainLoaders:
         self,
         site: LiveSite,
         *,
+        place: PlaceKeeper,
         undo: Callable[[str, Undo], None],
         give_up: Callable[[str, str], None],
         warn: Callable[[str], None],
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn = warn
+        self._warn, self.place = warn, place
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
         self._merge: Merge | None = None
@@ -78,6 +82,10 @@ class TrainLoaders:
         self._plain_sizes = _read_plain_sizes(getattr(loader, "batch_sampler", None))
         if self._leaves > 1:
             self._keep_apart(facts)
+        base = loader
+        keeps_place = facts.loader is not None and facts.loader.place_lost is None
+        if self._leaves == 1 and keeps_place and changes_loader(plan.wants):
+            base = self.place.keep(self.trainer, loader)
         settings = {
             key.removeprefix("loader."): value
             for key, value in plan.wants.items()
@@ -85,16 +93,14 @@ class TrainLoaders:
         }
         for key, value in plan.wants.items():
             if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
-                made = settings["dataset"] = self._keep(key, value.wrap(settings.get("dataset", loader.dataset)))
-                if hasattr(type(made), "finish"):  # what it left for the device
-                    self.staging.to_floats = made.finish
+                self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
-            settings |= self._merge_windows(loader, settings.get("dataset", loader.dataset), window, facts)
-        elif reads_ahead and (stand_in := bound_batches(loader)) is not None:
+            settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
+        elif reads_ahead and base is loader and (stand_in := bound_batches(loader)) is not None:
             settings["batch_sampler"] = stand_in
-        changed = clone(loader, settings) if settings else loader
+        changed = clone(base, settings) if settings else base
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
             if hasattr(engine, "wants_channels_last"):
@@ -104,7 +110,7 @@ class TrainLoaders:
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
             changed = self.staging.feed(changed, depth, **start)
-        elif epochs is not None or engine is not None:
+        elif epochs is not None or engine is not None or base is not loader:
             changed = LazyLoader(changed, **start)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
@@ -122,8 +128,20 @@ class TrainLoaders:
             return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
         return None
 
+    def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
+        """Put what `want` makes of the loader's dataset in its place. Either has an ``evidence()``; a ``finish()`` does
+        to each batch on the device what was left for it."""
+        try:
+            made = settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+        except NotApplicable as reason:
+            self._give_up(key, str(reason))
+            return
+        if hasattr(type(made), "finish"):  # its own, not that of the user's dataset, for which it stands in
+            self.staging.to_floats = made.finish
+        self._keep(key, want if hasattr(type(want), "evidence") else made)
+
     def _keep(self, key: str, made: Any) -> Any:
-        """What a rung put in the place of a dataset or a loader: it may have an ``evidence()``, and a ``close()`` that
+        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
         if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
@@ -166,6 +184,7 @@ class TrainLoaders:
 
     def _keep_apart(self, facts: Facts) -> None:
         """Give up what takes one loader only, now that there is another."""
+        self.place.give_up()
         if self._merge is not None:
             self._merge.give_up()
             self._merge = None
@@ -188,8 +207,13 @@ class TrainLoaders:
 
     def train_start(self) -> None:
         """Optimizers, schedulers and restored counters are there."""
+        behind = self.place.train_start(1 if self._merge is None else self._merge.window)
         if self._merge is not None:
-            self._merge.train_start()
+            self._merge.train_start(behind)
+
+    def read_place(self) -> Place | None:
+        """Where the training stands in its data, for a checkpoint."""
+        return self.place.read(int if self._merge is None else self._merge.count_batches)
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write counters of batches as a run without us would."""
@@ -226,6 +250,10 @@ class TrainLoaders:
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.find_original(loader) for loader in combined.flattened]
+        for changed, _ in self._originals.values():  # Lightning ends the workers of what it now holds
+            if (kept := getattr(changed, "_iterator", None)) is not None:
+                end_workers(kept)
+                changed._iterator = None
         # They know us too, and a circle would keep their workers alive until the garbage collector comes by.
         self._originals, self._before_reload = {}, {}
 

@@ -26,6 +26,7 @@ from fastloop.bridge.watch.phases import PIECE
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.accumulation_windows import WindowSampler
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, join, mean
@@ -41,6 +42,7 @@ class MicroBatches:
         compares: the first window's gradient decides whether windows are merged; False: they are, by the user's word.
         warn: takes one line for the user.
         one_time: the ledger of costs that are none of a step's.
+        groups: told how many of the user's batches a piece holds; pieces then hold whole ones. None: nobody asks.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class MicroBatches:
         compares: bool = True,
         warn: Callable[[str], None] = lambda _line: None,
         one_time: OneTime | None = None,
+        groups: BatchGroups | None = None,
     ) -> None:
         self.micro, self.rung, self.strict, self.warn = micro, rung, strict, warn
+        self.groups, self._compares = groups, compares
         self.windows: WindowSampler | None = None
         self.whole: tuple[int, int] | None = None
         """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
@@ -69,7 +73,7 @@ class MicroBatches:
         self.apart = False
         """The window at hand runs as the user's own batches."""
         self.apart_steps, self._apart_why = 0, ""
-        self._undecided = compares
+        self._undecided = compares or groups is not None
         self._one_time = one_time or OneTime()
         self._came_apart: tuple[Window, str] | None = None
         """The last window whose batches are not one batch, and why."""
@@ -123,8 +127,12 @@ class MicroBatches:
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
         pieces = self._choose_pieces(strategy, trainer, batch, rest)
+        self._begin(pieces[0])
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
-            return step(pieces[0].batch, *rest)
+            output = step(pieces[0].batch, *rest)
+            if get_loss(output) is None:
+                self.after_backward()
+            return output
         module = strategy.lightning_module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]
@@ -135,6 +143,7 @@ class MicroBatches:
         with attribute(module, "log", logs.take):
             for number, piece in enumerate(pieces):
                 logs.piece = piece
+                self._begin(piece)
                 more = self._number(rest, number) if self.apart else rest
                 if piece is pieces[-1]:
                     outputs.append(step(piece.batch, *more))
@@ -149,6 +158,7 @@ class MicroBatches:
             parameter.grad = gradient
         skipped = [get_loss(output) is None for output in outputs]
         if all(skipped) or (any(skipped) and not self.apart):
+            self.after_backward()
             return None  # the user skips this batch; Lightning then runs no backward
         self._held = [
             (parameter, gradient) for parameter, gradient in zip(parameters, held, strict=True) if gradient is not None
@@ -169,6 +179,15 @@ class MicroBatches:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._held = []
 
+    def after_backward(self) -> None:
+        """What is called from now on holds one batch. Until then, a checkpoint may call a module again."""
+        if self.groups is not None:
+            self.groups.begin(1)
+
+    def _begin(self, piece: Piece) -> None:
+        if self.groups is not None:
+            self.groups.begin(piece.groups)
+
     def _choose_pieces(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """The batch in micro-batches of the size that was asked for, or the user's batches of its window."""
         window, self.apart = self._take_window(trainer, batch), self.refused is not None
@@ -178,7 +197,7 @@ class MicroBatches:
         if self._undecided:
             self._undecided = False
             if reason is None:
-                merged = cut(batch, self.micro, window)
+                merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
                 reason = self._compare(strategy, own, merged, rest)
             self.refused = reason = self._agree(strategy, reason)
         self.apart = reason is not None and bool(own)
@@ -208,7 +227,7 @@ class MicroBatches:
             return get_loss(step(batch, *self._number(rest, number)))
 
         with self._one_time.span("rehearsal"):
-            return explain_difference(strategy, own, merged, take_loss)
+            return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
         """Why windows are not merged in this run, on any rank."""
@@ -223,7 +242,7 @@ class MicroBatches:
         try:
             if window is None:
                 self._check_size(batch, trainer)
-            pieces = cut(batch, self.micro, window)
+            pieces = cut(batch, self.micro, window, whole_batches=self.groups is not None and window is not None)
         except CannotSplit as reason:
             if self.strict:
                 do = f"turn rungs.{self.rung} off, or strict to train with whole batches"
@@ -231,7 +250,9 @@ class MicroBatches:
             self.uncut, self.problem = self.uncut + 1, self.problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window[0]) / window[1]
-            pieces = [Piece(batch, sum(window[0]) if window else samples(batch) or 0, share)]
+            rows, sizes = samples(batch) or 0, window[0] if window else ()
+            groups = len(sizes) if len(set(sizes)) == 1 and sum(sizes) == rows else 1
+            pieces = [Piece(batch, sum(sizes) if window else rows, share, groups)]
         merged = len(window[0]) if window else 1
         self.steps += 1
         self.changed += len(pieces) > 1 or merged > 1

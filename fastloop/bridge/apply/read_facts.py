@@ -19,9 +19,13 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.batch_norm import groups
+from fastloop.feeds.cache.places import find_disk_root
+from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
-from fastloop.feeds.packed_list import count_packable
+from fastloop.feeds.place.draws import explain_lost_place
+from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -36,6 +40,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         cpu_count=machine.usable_cpus(),
         local_ranks=max(1, int(getattr(strategy, "num_processes", None) or trainer.num_devices)),
         shm_free_bytes=machine.shm_free_bytes(),
+        memory_free_bytes=machine.memory_free_bytes(),
+        disk_free_bytes=machine.disk_free_bytes(find_disk_root()),
         no_sockets_in=_find_no_sockets(),
         device=device.type,
         **_read_device(device),
@@ -63,7 +69,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
-        **read_module(module),
+        **read_module(module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None),
     )
 
 
@@ -116,13 +122,19 @@ def find_hook_owner(trainer: Any, hook: str) -> Any:
     return None
 
 
-def read_module(module: torch.nn.Module) -> dict[str, Any]:
-    """What the model is made of, and what its own methods do, as far as their source says."""
+def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[str, Any]:
+    """What the model is made of, and what its own methods do, as far as their source says.
+
+    Args:
+        syncs_norms: the strategy will make every BatchNorm one that is synchronized between ranks.
+    """
     named = dict(module.named_modules())
+    norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
     training_step = getattr(module, "training_step", None)
     return {
-        "batchnorms": tuple(
-            name for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+        "batchnorms": tuple(norms),
+        "other_batchnorms": tuple(
+            name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
         "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
@@ -201,12 +213,14 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = ()) -> LoaderFacts:
+def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:
     """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only.
 
     Args:
         others: the module and the callbacks, whose hooks may look at the data.
+        ranks: processes that train.
     """
+    lost = explain_lost_place(loader, ranks)
     if not isinstance(loader, DataLoader):
         return LoaderFacts(
             kind=type(loader).__name__,
@@ -214,6 +228,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
             map_style=False,
             batches=length(loader),
             stateful=hasattr(loader, "state_dict"),
+            place_lost=lost,
         )
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
@@ -223,6 +238,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    hazards = between_batches.sampler_hazards(sampler, loader.dataset, others)
     kind, plain = type(loader), DataLoader
     return LoaderFacts(
         kind=type(loader).__name__,
@@ -237,8 +253,10 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         persistent_workers=loader.persistent_workers,
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
+        shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
-        sampler_hazards=between_batches.sampler_hazards(sampler, loader.dataset, others),
+        sampler_hazards=hazards,
+        place_lost=lost or next(iter(hazards), None),
         thread_hazards=(
             *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),
             *between_batches.list_holders(loader.dataset, others, between=True),
@@ -250,6 +268,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         long_lists=datasets.list_long(loader.dataset),
         packable=count_packable(loader.dataset),
         images=read_images(loader.dataset),
+        prefix=read_prefix(loader.dataset),
     )
 
 

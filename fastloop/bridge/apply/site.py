@@ -10,6 +10,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Undo
 
@@ -24,6 +25,7 @@ class LiveSite:
         self.staging = Staging(trainer, strategy)
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
+        self.groups = BatchGroups()
         self._notes: list[Callable[[], None]] = []
 
     @property

@@ -23,6 +23,7 @@ from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
+from fastloop.feeds.place.kept_order import Place
 from fastloop.ladder import cards, verify
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
@@ -110,6 +111,8 @@ class FastLoop(Callback):
         self.run_dir: Path | None = None
         """Where this rank wrote its files, if it did."""
         self._loader_seen: Mapping[str, Any] = {}
+        self._place: Place | None = None
+        """Where the fit ended."""
 
     def _reset_fit(self) -> None:
         """What lives for one fit only: not copied, not pickled."""
@@ -221,17 +224,26 @@ class FastLoop(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
             self._applier.clean_checkpoint(checkpoint)
+        # Not by a state_dict of ours: Lightning would refuse two FastLoops with a text of its own.
+        if (place := self._read_place()) is not None:
+            checkpoint["callbacks"][self.state_key] = {"place": place}
 
     @fail_open
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
             self._applier.scaler_state = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
+            self._applier.place.saved = checkpoint["callbacks"].get(self.state_key, {}).get("place")
 
     @fail_open
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._undo()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    @fail_open
+    def _read_place(self) -> Place | None:
+        """Where the training stands in its data; None where no rung changes how that is loaded."""
+        return self._place if self._applier is None else self._applier.read_place()
 
     def stop_watching(self, why: str) -> None:
         """Give up with one warning; rungs stay as they are, for the run has begun with them."""
@@ -342,6 +354,8 @@ class FastLoop(Callback):
 
     def _undo(self) -> None:
         """Put the Trainer back as it was, last change first. Idempotent."""
+        # Checkpoints of an exception are written after us, and others after the fit.
+        self._place = self._read_place()
         restore = self._restore
         self._reset_fit()
         while restore:

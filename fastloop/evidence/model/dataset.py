@@ -202,12 +202,13 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for root in roots:
         for _, item in walk(root):
-            if (name := _draws(item)) is not None:
+            if (name := find_draw(item)) is not None:
                 found[name] = None
     return tuple(found)
 
 
-def _draws(item: Any) -> str | None:
+def find_draw(item: Any) -> str | None:
+    """The name of a transform or function that draws random numbers; None where it is none."""
     kind = type(item)
     if inspect.isfunction(item):
         return item.__qualname__.split(".")[-1] if function_draws(item) else None

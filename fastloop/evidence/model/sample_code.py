@@ -49,7 +49,12 @@ def _holds_packages(folder: Path) -> bool:
 
 def find_changed_state(item: Any) -> str | None:
     """What a sample changes that the next one may read: ``.count``, or `` (the outer COUNT)``; None where nothing."""
-    return next((state for function in list_sample_functions(item) for state in _list_changes(function)), None)
+    return next(list_changed_state(item), None)
+
+
+def list_changed_state(item: Any) -> Iterator[str]:
+    """All of it."""
+    return (state for function in list_sample_functions(item) for state in _list_changes(function))
 
 
 def list_sample_functions(item: Any) -> tuple[Any, ...]:

@@ -21,8 +21,16 @@ _REASONS: Mapping[str, str] = {
     datasets.TRAINING: "is a part of the training, which goes on while threads load",
     datasets.ITERATOR: "is an iterator, and which thread gets which of its items would be chance",
 }
-_CHANGES_ITSELF = ("tokenizers.", "mmap.mmap", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO")
+_CHANGES_ITSELF = ("tokenizers.", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO")
 """Kinds that keep a place or settings that a call changes."""
+_BY_TORCH = frozenset(
+    {"AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur", "RandAugment", "RandomAdjustSharpness"}
+    | {"RandomAffine", "RandomApply", "RandomAutocontrast", "RandomCrop", "RandomEqualize", "RandomErasing"}
+    | {"RandomGrayscale", "RandomHorizontalFlip", "RandomInvert", "RandomPerspective", "RandomPosterize"}
+    | {"RandomResizedCrop", "RandomRotation", "RandomSolarize", "RandomVerticalFlip", "TrivialAugmentWide"}
+)
+"""Of torchvision's transforms, those that draw by functions of torch's that can be given a generator, and no other
+way."""
 _WRITTEN = "is written while a sample is made, and threads would write it at once"
 _DRAWN = "draws random numbers, and which thread draws which would be chance"
 _NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib"})
@@ -45,6 +53,16 @@ def thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
                 if (foreign := _find_foreign(inner)) is not None:
                     found[f"{inner_path}{foreign}"] = None
     return tuple(found)
+
+
+def list_shared_draws(*roots: Any) -> tuple[str, ...]:
+    """Of what `draws_random` finds: what cannot be given a generator for each thread."""
+    items = [item for root in roots for _, item in datasets.walk(root) if not _draws_by_torch(type(item))]
+    return tuple(dict.fromkeys(name for item in items if (name := datasets.find_draw(item)) is not None))
+
+
+def _draws_by_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torchvision.transforms.") and kind.__name__ in _BY_TORCH
 
 
 def _list_hazards(function: Any, kind: type) -> Iterator[str]:

@@ -127,7 +127,7 @@ def _read_folder(dataset: Any) -> ImageSource:
 
 def _make_source(locate: Callable[[int], tuple[str, Any]], count: int, transform: Any) -> ImageSource:
     transforms: list[Transform] = []
-    for each in _flatten(transform):
+    for each in list_calls(transform):
         steps = read_steps(each)
         if steps is None:
             return ImageSource(locate, count, tuple(transforms), _name(each))
@@ -142,7 +142,7 @@ def _name(call: Any) -> str:
 # -- torchvision's transforms -----------------------------------------------------------------------------------------
 
 
-def _flatten(transform: Any) -> Iterator[Any]:
+def list_calls(transform: Any) -> Iterator[Any]:
     """The transforms of nested Compose and Sequential objects, in their order."""
     if transform is None:
         return
@@ -150,7 +150,7 @@ def _flatten(transform: Any) -> Iterator[Any]:
         type(transform) is torch.nn.Sequential
     ):
         for inner in transform if isinstance(transform, torch.nn.Sequential) else transform.transforms:
-            yield from _flatten(inner)
+            yield from list_calls(inner)
     else:
         yield transform
 

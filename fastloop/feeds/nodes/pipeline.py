@@ -1,7 +1,7 @@
 """A DataLoader's epochs through a torchdata.nodes pipeline of threads: the same dataset, sampler and collate function.
 
-Nothing random is left to the threads: the loop asks the sampler, a fixed number of batches ahead, and takes the batches
-in that order. A thread has no more to say than when a batch is done.
+Nothing is left to chance: the loop asks the sampler, a fixed number of batches ahead, and takes the batches in that
+order. A thread has no more to say than when a batch is done.
 Source: https://docs.pytorch.org/data/0.11/torchdata.nodes.html
 """
 
@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch.utils.data import DataLoader, Subset
 from torchdata.nodes import BaseNode, ParallelMapper
 
 from fastloop.errors import FastLoopError
-from fastloop.feeds import tried_workers
-from fastloop.feeds.whereabouts import find_thread
+from fastloop.feeds.nodes.own_draws import draw_own
+from fastloop.feeds.workers import tried_workers
+from fastloop.feeds.workers.whereabouts import find_thread
 
 AHEAD = 2
 """Batches asked for ahead, for each thread: one that it makes and one that waits, as with worker processes."""
@@ -34,20 +36,28 @@ class ThreadEngine:
 
     Args:
         loader: its dataset and collate function are called by several threads at once, its sampler by the loop alone.
+        own_draws: the samples are drawn from torch's random numbers, and each batch gets a generator for them.
         turn_off: the key that does without threads, as it is written.
         warn: takes one line for the user.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], threads: int, *, turn_off: str, warn: Callable[[str], None] = warnings.warn
+        self,
+        loader: DataLoader[Any],
+        threads: int,
+        *,
+        turn_off: str,
+        own_draws: bool = False,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
+        self.own_draws = own_draws
         self.loader, self.threads, self.turn_off, self.warn = loader, threads, turn_off, warn
         self.seen = {"threads": 0, "samples": 0}
         self._live: weakref.WeakSet[_Epoch] = weakref.WeakSet()
 
     def load(self, seed: int) -> Iterator[Any]:
-        """One epoch's batches. Its threads draw no random numbers, so that the seed is not needed."""
-        epoch = _Epoch(self)
+        """One epoch's batches; `seed` is that of its random numbers."""
+        epoch = _Epoch(self, seed if self.own_draws else None)
         self._live.add(epoch)
         return epoch
 
@@ -64,8 +74,9 @@ class ThreadEngine:
 class _Task:
     """One batch: what a thread is told, and what it leaves."""
 
-    def __init__(self, indices: Any) -> None:
+    def __init__(self, indices: Any, seed: int | None) -> None:
         self.indices = indices
+        self.seed = seed
         self.done = threading.Event()
         self.batch: Any = None
         self.error: BaseException | None = None
@@ -106,15 +117,19 @@ class _Load:
     def __call__(self, task: _Task) -> _Task:
         task.thread = threading.get_ident()
         try:
-            samples = self._fetch(task)
-            if not self.stopped:
-                task.place = "collating"
-                task.batch = self._pin(self.collate(samples))
+            task.batch = self._pin(draw_own(task.seed, partial(self._make, task)))
         except BaseException as error:  # any: the loop raises it, and nobody waits for a thread that has ended
             task.error = error
         finally:
             task.done.set()
         return task
+
+    def _make(self, task: _Task) -> Any:
+        samples = self._fetch(task)
+        if self.stopped:
+            return None
+        task.place = "collating"
+        return self.collate(samples)
 
     def _fetch(self, task: _Task) -> Any:
         if self.fetches_all:
@@ -129,7 +144,7 @@ class _Load:
         return samples[0] if self.fetches_one and samples else samples
 
     def _pin(self, batch: Any) -> Any:
-        if self.pin_for is None:
+        if self.pin_for is None or self.stopped:
             return batch
         from torch.utils.data._utils.pin_memory import pin_memory  # what DataLoader does with a batch
 
@@ -148,8 +163,9 @@ class _Epoch(Iterator[Any]):
     """The batches of one epoch. Its threads start with the first ``next`` and end with the last batch, with an
     exception, or when nobody holds it any more."""
 
-    def __init__(self, engine: ThreadEngine) -> None:
+    def __init__(self, engine: ThreadEngine, seed: int | None) -> None:
         self._engine = engine
+        self._seed = seed
         self._node: Any = None
         self._waiting: deque[_Task] = deque()
         self._threads: set[int] = set()
@@ -181,10 +197,11 @@ class _Epoch(Iterator[Any]):
         """Ask the sampler, here and not in a thread, until enough batches are on their way."""
         while self._indices is not None and len(self._waiting) < AHEAD * self._engine.threads:
             try:
-                task = _Task(copy.copy(next(self._indices)))  # some fill one list again and again
+                task = _Task(copy.copy(next(self._indices)), self._seed)  # some fill one list again and again
             except Exception as error:  # what came before it is handed out first
                 self._indices, self._refused = None, error
                 return
+            self._seed = None if self._seed is None else self._seed + 1
             self._waiting.append(task)
             self._tasks.put.put(task)
 

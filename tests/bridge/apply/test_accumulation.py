@@ -382,13 +382,14 @@ def test_a_checkpoint_every_so_many_steps_and_an_average_of_weights(tmp_path: Pa
         plain, merged = (torch.load(tmp_path / kind / name, weights_only=False) for kind in ("plain", "merged"))
         assert merged["loops"] == plain["loops"] and merged["global_step"] == plain["global_step"]
         assert apart(plain["state_dict"], merged["state_dict"]) < 1e-6
-        assert merged["callbacks"].keys() == plain["callbacks"].keys()
+        assert merged["callbacks"].keys() - {"FastLoop"} == plain["callbacks"].keys()
 
 
 @pytest.mark.parametrize("at", ["epoch", "step"])
 @pytest.mark.parametrize(("first", "then"), [(None, MERGE), (MERGE, None), (MERGE, MERGE)])
 def test_either_run_resumes_the_others_checkpoint(tmp_path: Path, first: Any, then: Any, at: str) -> None:
-    """In the middle of an epoch Lightning starts the data anew; in both runs it is the same data."""
+    """In the middle of an epoch Lightning starts the data anew; in both runs it is the same data. Where both are
+    merged, the resumed run goes on in its data instead, as if nothing had happened."""
     train = partial(batches, 84)
 
     def fit(rungs: Any, epochs: int, ckpt: Any = None, save: Path | None = None) -> Run:
@@ -411,7 +412,14 @@ def test_either_run_resumes_the_others_checkpoint(tmp_path: Path, first: Any, th
         half.trainer.save_checkpoint(saved)
     else:
         saved = next((tmp_path / "half").glob("*step=4*"))  # one window into the second epoch
-    reference, resumed = fit(None, 4, ckpt=saved), fit(then, 4, ckpt=saved)
+    goes_on = at == "step" and first == then
+    reference = fit(None, 4) if goes_on else fit(None, 4, ckpt=saved)
+    resumed = fit(then, 4, ckpt=saved)
+    if goes_on:
+        assert reference.module.samples[4:] == resumed.module.samples and len(resumed.module.samples) == 8
+        assert reference.record.rates[4:] == pytest.approx(resumed.record.rates)
+        assert distance(reference, resumed) < 1e-6
+        return
     assert resumed.record.rates == pytest.approx(reference.record.rates) and len(reference.record.rates) >= 6
     assert resumed.module.samples == reference.module.samples
     assert resumed.record.validated == reference.record.validated

@@ -13,9 +13,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from fastloop.bridge.apply.loaders import _read_plain_sizes
-from fastloop.errors import ConfigError
+from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Change
+from fastloop.rungs.pin import Pin
 from fastloop.rungs.workers import Workers
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
@@ -274,10 +275,8 @@ class Doubled:
         x, y, number = self.inner[index]
         return x, y, number * self.factor
 
-    def evidence(self) -> dict[str, int]:
-        return {"asked": self.asked}
-
     def close(self) -> None:
+        """Of the user's, for all anybody knows."""
         self.closed += 1
 
 
@@ -300,11 +299,22 @@ class Threads:
 
 class Wraps:
     def __init__(self, factor: int, made: list[Any]) -> None:
-        self.factor, self.made = factor, made
+        self.factor, self.made, self.closed = factor, made, 0
 
     def wrap(self, dataset: Any) -> Any:
         self.made.append(Doubled(dataset, self.factor))
         return self.made[-1]
+
+    def evidence(self) -> dict[str, int]:
+        return {"asked": self.made[-1].asked}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Refuses:
+    def wrap(self, dataset: Any) -> Any:
+        raise NotApplicable("there is no room")
 
 
 class Makes:
@@ -328,4 +338,15 @@ def test_datasets_are_wrapped_in_order_and_an_engine_loads_them(monkeypatch: pyt
     assert ours.loop is not None and ours.loop.measurement is not None
     found = ours.loop.measurement.evidence["workers"]
     assert found["asked"] == 24 and found["batches"] == 6 and found["seeds"] == 2
-    assert inner.closed == outer.closed == 1, "undone with the rest"
+    assert [want.closed for want in wants.values() if isinstance(want, Wraps)] == [1, 1], "undone with the rest"
+    assert inner.closed == outer.closed == 0, "a dataset's own close() is none of ours"
+
+
+def test_a_dataset_that_cannot_be_wrapped_takes_no_other_rung_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(_self: Pin, facts: Facts) -> Change:
+        return Change(waits_for="it") if facts.loader is None else Change(wants={"dataset.cache": Refuses()})
+
+    monkeypatch.setattr(Pin, "plan", plan)
+    plain, ours = both({"pin": {}, **WORKERS}, lambda: batches(12, 4, shuffle=True), max_epochs=2)
+    assert ours.reason("pin") == "there is no room" and ours.reason("workers") is None
+    assert plain.module.samples == ours.module.samples and ours.verdict("workers").took is True

@@ -250,3 +250,19 @@ class Unsized(BatchSampler):
 
 def test_a_batch_sampler_without_a_size_is_no_error() -> None:
     assert read_facts.loader_facts(DataLoader(pairs(4), batch_sampler=Unsized())).batch_size is None
+
+
+def test_which_batchnorms_cannot_be_computed_batch_by_batch() -> None:
+    class Own(torch.nn.modules.batchnorm._BatchNorm):
+        pass
+
+    class Like(torch.nn.BatchNorm2d):
+        pass
+
+    model = torch.nn.ModuleDict(
+        {"plain": torch.nn.BatchNorm1d(2), "like": Like(2), "synced": torch.nn.SyncBatchNorm(2), "own": Own(2)}
+    )
+    found = read_facts.read_module(model)
+    assert found["batchnorms"] == ("plain", "like", "synced", "own")
+    assert found["other_batchnorms"] == ("synced", "own")
+    assert read_facts.read_module(model, syncs_norms=True)["other_batchnorms"] == found["batchnorms"]

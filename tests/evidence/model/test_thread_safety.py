@@ -8,6 +8,7 @@ import random
 import socket
 import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from fastloop.evidence.model.thread_safety import thread_hazards
+from fastloop.evidence.model.dataset import draws_random
+from fastloop.evidence.model.thread_safety import list_shared_draws, thread_hazards
 
 COUNT = {"samples": 0}
 WRITTEN = "is written while a sample is made, and threads would write it at once"
@@ -189,6 +191,17 @@ def test_what_they_can(dataset: Any) -> None:
     assert thread_hazards(dataset, default_collate) == ()
 
 
+def test_a_mapped_file_can_be_shared_and_one_that_is_read_on_cannot(tmp_path: Path) -> None:
+    class Reads(Items):
+        def __getitem__(self, index: int) -> Any:
+            self.mapped.seek(index)
+            return self.mapped.read(1)
+
+    table = np.memmap(tmp_path / "table", np.uint8, "w+", shape=(3,))
+    assert thread_hazards(Items(table=table)) == ()
+    assert thread_hazards(Reads(mapped=table._mmap)) == (f"dataset.mapped {WRITTEN}",)
+
+
 def test_a_collate_function_handles_and_connections() -> None:
     assert thread_hazards(Items(), collate_counting) == (f"collate_fn (the outer COUNT) {WRITTEN}",)
     ends = socket.socketpair()
@@ -204,6 +217,20 @@ def test_an_installed_dataset_that_seeds_the_shared_generator() -> None:
     datasets = pytest.importorskip("torchvision.datasets")
     assert thread_hazards(datasets.FakeData()) == (f"dataset (FakeData) {DRAWN}",)
     assert thread_hazards(datasets.MNIST.__new__(datasets.MNIST)) == ()
+
+
+def test_torchvisions_draws_can_be_given_a_generator_and_others_cannot() -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    known = transforms.Compose([transforms.RandomResizedCrop(8), transforms.RandomHorizontalFlip()])
+
+    class RandomCrop:
+        def __call__(self, x: Any) -> Any:
+            return x
+
+    assert list_shared_draws(Items(transform=known)) == () and draws_random(Items(transform=known)) != ()
+    mixed = transforms.Compose([transforms.RandomChoice([known]), RandomCrop()])
+    assert list_shared_draws(Items(transform=mixed)) == ("RandomChoice", "RandomCrop")
+    assert list_shared_draws(Noisy()) == ("Noisy.__getitem__",)
 
 
 def test_a_buffer_that_threads_share_does_go_wrong() -> None:

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
 
 from fastloop.errors import FastLoopError
-from fastloop.feeds import tried_workers
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.nodes.pipeline import ThreadEngine
+from fastloop.feeds.workers import tried_workers
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
 from fastloop.judge.rehearsal import Deviation
 
@@ -39,12 +40,15 @@ class Call:
     """Arguments, by place among its tensors, that are outputs of an earlier call: its number and the place there."""
     trained: tuple[bool, ...]
     """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
+    groups: int = 1
+    """The user's batches that it held, where BatchNorm heeds them."""
 
 
 class CallRecorder:
     """Takes the calls of some modules while they train, with copies of their arguments."""
 
-    def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], groups: BatchGroups | None = None) -> None:
+        self.groups = groups or BatchGroups()
         self.calls: list[Call] = []
         self.problem: str | None = None
         """Why what was seen cannot be played again."""
@@ -95,7 +99,8 @@ class CallRecorder:
                 sources = {place: self._made[key][0] for place, each in given if (key := _locate(each)) in self._made}
                 copies = copy_value(args), copy_value(kwargs)
                 self._current[name] = len(self.calls)
-                self.calls.append(Call(name, *copies, torch.is_grad_enabled(), own, sources, trained))
+                grad, groups = torch.is_grad_enabled(), self.groups.count
+                self.calls.append(Call(name, *copies, grad, own, sources, trained, groups))
             except Exception as error:  # whatever a user's own type raises when it is copied
                 self.problem = (
                     f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
@@ -172,6 +177,7 @@ class Player:
     Args:
         context: what surrounds a training step: the precision's, and DDP's where it wraps the model.
         convert: what is done to batches on their way, applied to arguments that are the batch's.
+        groups: told what each call held.
     """
 
     def __init__(
@@ -182,8 +188,10 @@ class Player:
         *,
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         convert: Callable[[Any], Any],
+        groups: BatchGroups | None = None,
     ) -> None:
         self.module, self.calls, self.device = module, calls, device
+        self._groups = groups or BatchGroups()
         self._context, self._convert = context, convert
         self._cotangents: dict[tuple[int, int], torch.Tensor] = {}
         self._random = torch.Generator(device=device)
@@ -228,7 +236,7 @@ class Player:
 
     def _play_one(self, index: int, call: Call, args: Any, kwargs: Any, played: Played) -> None:
         module = self.module.get_submodule(call.name)
-        with _toggled(module, call.trained):
+        with _toggled(module, call.trained), self._groups.of(call.groups):
             with self._context(), torch.set_grad_enabled(call.grad):
                 # Leaves that want a gradient must not be changed in place, as a first layer may.
                 output = module(*map_tensors(args, _take_off_leaf), **map_tensors(kwargs, _take_off_leaf))

@@ -89,7 +89,7 @@ class Rehearsal:
 
     def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, hands: Hands) -> None:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
-        self._recorder = CallRecorder(site.module, site.facts.compile_targets)
+        self._recorder = CallRecorder(site.module, site.facts.compile_targets, site.groups)
         self._began_at = site.trainer.global_step
         self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
         self._without_dropout = Played()
@@ -124,8 +124,8 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        surround, convert = self._surround, self._convert
-        self._player = Player(self.site.module, calls, self.site.device, context=surround, convert=convert)
+        how: Any = {"context": self._surround, "convert": self._convert, "groups": self.site.groups}
+        self._player = Player(self.site.module, calls, self.site.device, **how)
         self._memory = Remembered(self._player.modules, self.site.device)
         try:
             problem = self._play_unchanged()

@@ -162,6 +162,26 @@ def test_what_hooks_keep_is_put_back(keeper: Keeper) -> None:
     assert len(keeper.norm._forward_hooks) == 1, "and stay"
 
 
+def test_modules_outside_of_the_models_own_registers_are_put_back() -> None:
+    """Held in a plain list, say, by a module that comes before them."""
+
+    class Holds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = [torch.nn.BatchNorm1d(4)]
+            self.own = self.others[0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.others[1](self.own(x))
+
+    model = Holds()
+    model.others.append(torch.nn.BatchNorm1d(4))
+    with untouched(model):
+        model(torch.randn(8, 4))
+        assert [int(norm.num_batches_tracked) for norm in model.others] == [1, 1]
+    assert [int(norm.num_batches_tracked) for norm in model.others] == [0, 0]
+
+
 def test_a_model_that_keeps_too_much_is_refused(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "MOST_OBJECTS", 20)
     with pytest.raises(NotApplicable, match="keeps more than 20 Python objects"), untouched(keeper):

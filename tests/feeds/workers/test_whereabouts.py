@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from fastloop.feeds.whereabouts import Whereabouts, describe
+from fastloop.feeds.workers.whereabouts import Whereabouts, describe
 
 LOOP = '  File "/torch/utils/data/_utils/worker.py", line 349 in _worker_loop\n'
 THREAD = 'Thread 0x01 (most recent call first):\n  File "/python/threading.py", line 1 in wait\n\n'

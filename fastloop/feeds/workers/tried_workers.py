@@ -26,9 +26,9 @@ from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_tensors
-from fastloop.feeds.launch_room import LeavesRoom
 from fastloop.feeds.lazy_loader import StandIn
-from fastloop.feeds.whereabouts import Whereabouts
+from fastloop.feeds.workers.launch_room import LeavesRoom
+from fastloop.feeds.workers.whereabouts import Whereabouts
 
 LOOK_S = 5.0
 """How often the wait for a batch is interrupted to look at the workers."""
@@ -162,7 +162,7 @@ class TriedWorkers:
                 for batch in self._wait_for(source):
                     fewer = self._find_fewer(loader, batch)
                     if fewer is not None:
-                        _end(source)
+                        end_workers(source)
                         self._lighten(loader, *fewer)
                     if not isinstance(batch, Unsent):
                         self._drawn.pending.popleft()
@@ -172,7 +172,7 @@ class TriedWorkers:
                 else:
                     return
             except Exception:
-                _end(source)  # not when the exception is forgotten: it holds all frames, and they the workers
+                end_workers(source)  # not when the exception is forgotten: it holds all frames, and they the workers
                 raise
         yield from self._begin(loader, begin) if self._drawn.resumes else begin()
 
@@ -269,7 +269,7 @@ class TriedWorkers:
         self._step_down(workers, ahead, why)
 
 
-def _end(source: Any) -> None:
+def end_workers(source: Any) -> None:
     """End an iterator's workers."""
     with contextlib.suppress(AttributeError):  # another torch: they end once nobody holds the iterator
         source._shutdown_workers()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from fastloop.feeds import packed_list
-from fastloop.feeds.packed_list import PackedList, Packing, count_packable
+from fastloop.feeds.workers import packed_list
+from fastloop.feeds.workers.packed_list import PackedList, Packing, count_packable
 
 pytestmark = pytest.mark.timeout(90)
 ODD = [

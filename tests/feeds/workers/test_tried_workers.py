@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, get_worker_info
 
 from fastloop.errors import FastLoopError
-from fastloop.feeds import tried_workers
 from fastloop.feeds.lazy_loader import LazyLoader
-from fastloop.feeds.tried_workers import TriedWorkers
+from fastloop.feeds.workers import tried_workers
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 
 pytestmark = pytest.mark.timeout(90)
 FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
@@ -227,7 +227,7 @@ SMALL_SHM = """
     if __name__ == "__main__":
         from fastloop.evidence.machine import shm_free_bytes
         from fastloop.feeds.lazy_loader import LazyLoader
-        from fastloop.feeds.tried_workers import TriedWorkers
+        from fastloop.feeds.workers.tried_workers import TriedWorkers
         down = []
         loader = DataLoader(Heavy(), 2, num_workers=2, collate_fn=collate, timeout=15 * (sys.argv[1] == "plain"))
         room = shm_free_bytes() if sys.argv[1] == "known" else None

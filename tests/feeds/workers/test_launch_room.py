@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from fastloop.feeds import launch_room
-from fastloop.feeds.launch_room import LeavesRoom
+from fastloop.feeds.workers import launch_room
+from fastloop.feeds.workers.launch_room import LeavesRoom
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
 

@@ -1,0 +1,1 @@
+"""Where a run stands in its data, in Lightning's checkpoints."""

@@ -1,0 +1,99 @@
+"""fastloop cache: list and delete the samples that runs have kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastloop.commands.console import Answer
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.feeds.cache import places, records, server
+from fastloop.records import store
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """One cache, and how to delete it."""
+
+    row: Mapping[str, Any]
+    clear: Callable[[], bool]
+
+
+def list_kept(*, path: str | None, url: str | None) -> Answer:
+    """The caches of this user on this machine, below `path` and in the server at `url`.
+
+    Raises:
+        ConfigError: the server does not answer.
+    """
+    rows = [kept.row for kept in _find(path, url)]
+    lines = [_describe(row) for row in rows] or ["no samples are kept"]
+    if any(row["old"] for row in rows):
+        lines.append("old: kept by other versions and never read again; fastloop cache clear NAME deletes them")
+    return Answer(text="\n".join(lines), json={"schema": store.SCHEMA, "run_dir": None, "caches": rows})
+
+
+def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> Answer:
+    """Delete caches, all of them or those whose names begin so.
+
+    Raises:
+        ConfigError: none has such a name, or the server does not answer.
+    """
+    found = _find(path, url)
+    for name in names:
+        if not any(kept.row["name"].startswith(name) for kept in found):
+            there = ", ".join(kept.row["name"] for kept in found) or "none"
+            raise ConfigError(got=f"cache {name!r}", why=f"the caches are {there}", do="write one of these names")
+    chosen = [kept for kept in found if not names or kept.row["name"].startswith(tuple(names))]
+    results = [{**kept.row, "removed": kept.clear()} for kept in chosen]
+    lines = [f"{'removed' if row['removed'] else 'left, in use'}  {_describe(row)}" for row in results]
+    content = {"schema": store.SCHEMA, "run_dir": None, "caches": results}
+    return Answer(text="\n".join(lines) or "no samples are kept", json=content)
+
+
+def _find(path: str | None, url: str | None) -> list[_Kept]:
+    roots = {"shm": places.find_shm_root(), "disk": places.find_disk_root()}
+    if path is not None:
+        roots["path"] = places.find_disk_root(path)
+    kept = []
+    for kind, root in roots.items():
+        for found in places.list_caches(root):
+            row = _make_row(kind, found.path.name, found.kept_bytes, found.info)
+            row |= {"path": str(found.path), "age_s": round(found.age_s, 1), "in_use": found.in_use}
+            kept.append(_Kept(row=row, clear=partial(places.clear, found)))
+    if url is not None:
+        try:
+            for name, size, info in server.list_server(url):
+                row = _make_row("redis", name, size, info) | {"path": url}
+                kept.append(_Kept(row=row, clear=partial(server.clear_server, url, name)))
+        except NotApplicable as reason:
+            do = "start it, or check the address"
+            raise ConfigError(got=f"--url {url}", why=str(reason), do=do) from None
+    return kept
+
+
+def _make_row(kind: str, name: str, size: int, info: Mapping[str, Any]) -> dict[str, Any]:
+    old = info.get("format") != records.FORMAT or info.get("versions") != records.describe_versions()
+    about = {key: info.get(key) for key in ("dataset", "what", "samples", "versions", "made_utc")}
+    return {"name": name, "store": kind, "kept_bytes": size, "age_s": None, "in_use": None, "old": old, **about}
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    age = "" if row["age_s"] is None else f", {_describe_age(row['age_s'])} old"
+    marks = "".join(f", {word}" for word, is_so in (("in use", row["in_use"]), ("old", row["old"])) if is_so)
+    return (
+        f"{row['name'][:12]:<12}  {row['store']:<5} {_describe_size(row['kept_bytes']):>8}{age}{marks}"
+        f"  {row['what'] or 'an unfinished cache'} ({row['dataset'] or 'unknown'})"
+    )
+
+
+def _describe_size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _describe_age(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

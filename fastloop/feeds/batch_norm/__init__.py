@@ -1,0 +1,1 @@
+"""Batch normalization where several of the user's batches run as one."""

@@ -1,0 +1,241 @@
+"""BatchNorm over each of the user's batches, where several of them run as one.
+
+The rows of a call are then `count` groups, one batch after the other. Each group is normalized by its own statistics,
+and the running ones are moved as by one call a group: the training is that of the batches one by one. Not compiled,
+the user's own forward does that, group by group. Compiled, all groups are normalized at once (`normalize_groups`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fastloop.records.plan import Undo
+
+KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+MOST_MIXED = 0.3
+"""Of the spread of a layer's means over the batches: by so much may they differ, apart and together. Rounding leaves
+1e-2 in bfloat16; rows in any other order differ by about 1."""
+ROUNDING = 1e-3
+"""Of a layer's mean magnitude: what is smaller is rounding, however alike the batches are."""
+
+
+class BatchGroups:
+    """How many of the user's batches the calls of now hold, and the layers that heed it."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.most = 1
+        """That any call held."""
+        self.norms: dict[str, Any] = {}
+
+    def begin(self, count: int) -> None:
+        """The calls that follow hold `count` batches; 1 ends it."""
+        self.count, self.most = count, max(count, self.most)
+
+    @contextlib.contextmanager
+    def of(self, count: int) -> Iterator[None]:
+        """So it is for a while, which counts for nothing."""
+        before, self.count = self.count, count
+        try:
+            yield
+        finally:
+            self.count = before
+
+
+def group_forwards(model: torch.nn.Module, groups: BatchGroups) -> Undo:
+    """Give all BatchNorm layers of a model a forward that heeds `groups`. No module is replaced, so names, classes and
+    checkpoints stay. SyncBatchNorm is left as it is."""
+    before: list[tuple[Any, Any]] = []
+    for name, part in model.named_modules():
+        if isinstance(part, KINDS):
+            before.append((part, vars(part).get("forward")))
+            groups.norms[name] = part
+            vars(part)["forward"] = GroupedForward(part, part.forward, groups)
+
+    def undo() -> None:
+        groups.count = 1
+        groups.norms.clear()
+        while before:
+            part, own = before.pop()
+            vars(part).pop("forward", None)
+            if own is not None:
+                vars(part)["forward"] = own
+
+    return undo
+
+
+class GroupedForward:
+    """The forward of one BatchNorm layer.
+
+    Args:
+        plain: the one that the layer had.
+    """
+
+    def __init__(self, module: Any, plain: Any, groups: BatchGroups) -> None:
+        self.module, self.plain, self.groups = module, plain, groups
+        self.fuses = getattr(plain, "__func__", None) is _BatchNorm.forward
+
+    def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Normalize `input` [rows, channels, ...].
+
+        Raises:
+            ValueError: the rows are no multiple of the groups.
+        """
+        count, module = self.groups.count, self.module
+        if count == 1 or not uses_batch(module):
+            return self.plain(input, *args, **kwargs)
+        if input.shape[0] % count:
+            # None of our own errors: Dynamo cannot trace how they are made.
+            raise ValueError(
+                f"got a {type(module).__name__} that gets {input.shape[0]} rows of {count} batches\n"
+                "  why each of the batches is to keep its own statistics, and these cannot be divided among them\n"
+                "  do  write batch_norm: merge, or turn the rung off"
+            )
+        if not (self.fuses and torch.compiler.is_compiling()):
+            return torch.cat([self.plain(part, *args, **kwargs) for part in input.chunk(count)])
+        module._check_input_dim(input)
+        output, means, variances = normalize_groups(input, module.weight, module.bias, module.eps, count)
+        if module.training and module.track_running_stats:
+            move_running(module, means, variances, input.numel() // means.numel())
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupedForward:
+        """A copied model that trains beside its original has the same batches."""
+        return GroupedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.plain, memo), self.groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")  # a pickled module has the forward of its class
+
+
+def uses_batch(module: Any) -> bool:
+    """Whether a layer normalizes by the statistics of what it gets, as torch decides it."""
+    return bool(module.training or (module.running_mean is None and module.running_var is None))
+
+
+def normalize_groups(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch normalization of each of `groups` equal stretches of rows by itself. Inductor fuses it.
+
+    A reduction over merged dimensions, [groups, rows * height * width, channels], took Inductor minutes to compile.
+
+    Args:
+        x: [rows, channels, ...], in any memory format; the output has the same.
+        weight: [channels], or None; and so `bias`.
+
+    Returns:
+        The output, in the type of `x`; means and biased variances [groups, channels], in float32 or finer.
+
+    Raises:
+        ValueError: a group has one value per channel.
+    """
+    parts = _part(x, groups)
+    over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
+    if x.numel() == groups * x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    wide = parts.float() if x.dtype in (torch.float16, torch.bfloat16) else parts
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    output = (wide - means) * torch.rsqrt(variances + eps)
+    shape = (1, 1, -1, *[1] * (parts.dim() - 3))
+    if weight is not None:
+        output = output * weight.view(shape)
+    if bias is not None:
+        output = output + bias.view(shape)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
+
+
+def _part(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[groups, rows, channels, ...] of [groups * rows, channels, ...], in the same memory."""
+    return x.view(groups, x.shape[0] // groups, *x.shape[1:])
+
+
+@torch.no_grad()
+def move_running(module: Any, means: torch.Tensor, variances: torch.Tensor, values: int) -> None:
+    """Move the running statistics of a layer as by one call for each group, in closed form.
+
+    Args:
+        means: [groups, channels]; and so `variances`, the biased ones.
+        values: per channel and group.
+    """
+    groups, tracked = len(means), module.num_batches_tracked
+    kept: Any = 1.0
+    shares: torch.Tensor | None = None
+    if module.momentum is not None:
+        kept = (1 - module.momentum) ** groups
+        calls_after = torch.arange(groups - 1, -1, -1, device=means.device, dtype=means.dtype)
+        shares = module.momentum * (1 - module.momentum) ** calls_after
+    elif tracked is not None:  # the mean of all calls there ever were
+        seen = tracked.to(means.dtype)
+        kept, shares = seen / (seen + groups), (1 / (seen + groups)).expand(groups)
+    if tracked is not None:
+        tracked.add_(groups)
+    if shares is None:
+        return
+    for running, found in (
+        (module.running_mean, means.detach()),
+        (module.running_var, variances.detach() * (values / (values - 1))),
+    ):
+        running.copy_(running * kept + (found * shares[:, None]).sum(0))
+
+
+class MeansOfGroups:
+    """What the layers get of each batch, seen batch by batch and then together: so it shows whether the rows of a call
+    are the batches one after the other. A layer that gets others, two views in turn say, cannot keep them apart."""
+
+    def __init__(self, groups: BatchGroups) -> None:
+        self.groups = groups
+        self._seen: list[dict[str, list[torch.Tensor]]] = []
+        self._norms = {name: part for name, part in groups.norms.items() if uses_batch(part)}
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at the calls of now. To be entered last: who puts back what the model's hooks keep would undo it."""
+        with contextlib.ExitStack() as hooks:
+            for name, part in self._norms.items():
+                hooks.callback(part.register_forward_pre_hook(self._make_hook(name), with_kwargs=True).remove)
+            yield
+
+    def begin(self) -> None:
+        """The calls that follow are of another piece."""
+        self._seen.append({})
+
+    def _make_hook(self, name: str) -> Any:
+        def look(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rows = (args[0] if args else kwargs["input"]).detach()
+            if rows.shape[0] % self.groups.count:
+                raise ValueError(f"BatchNorm {name} gets {rows.shape[0]} rows of {self.groups.count} batches")
+            parts = _part(rows, self.groups.count)
+            over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
+            both = [each.mean(over, dtype=torch.float32) for each in (parts, parts.abs())]
+            self._seen[-1].setdefault(name, []).append(torch.stack(both))
+
+        return look
+
+    def explain_mixed(self, apart: int) -> str | None:
+        """Why the batches are not kept apart; None where they are.
+
+        Args:
+            apart: how many of the pieces were single batches. The others held the same batches.
+        """
+        for name in dict.fromkeys(name for piece in self._seen for name in piece):
+            calls = [piece.get(name, []) for piece in self._seen]
+            if len({len(each) for each in calls}) > 1:
+                return f"BatchNorm {name} is called more often for some batches than for others"
+            for one in zip(*calls, strict=True):
+                if _are_mixed(torch.cat(one[:apart], 1), torch.cat(one[apart:], 1)):
+                    return f"BatchNorm {name} does not get the samples of your batches one batch after the other"
+        return None
+
+
+def _are_mixed(apart: torch.Tensor, together: torch.Tensor) -> bool:
+    """Means and mean magnitudes [2, batches, channels] of the same batches. False where they are no numbers."""
+    if apart.shape != together.shape:
+        return True
+    spread = (apart[0] - apart[0].mean(0)).norm()
+    return bool((together[0] - apart[0]).norm() > MOST_MIXED * spread + ROUNDING * apart[1].norm())

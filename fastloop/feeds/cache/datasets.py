@@ -1,0 +1,242 @@
+"""Datasets whose samples are kept: of image files, and with a method marked by ``cached_prefix``."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Subset
+
+from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identify_files, read_method
+from fastloop.feeds.cache.keeping import Keeper
+from fastloop.feeds.cache.marking import MARK
+from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
+from fastloop.records.images import CenterCrop, Resize
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def list_leaves(dataset: Any) -> Iterator[Any]:
+    """The datasets below Subset and ConcatDataset."""
+    if type(dataset) is Subset:
+        yield from list_leaves(dataset.dataset)
+    elif type(dataset) is ConcatDataset:
+        for part in dataset.datasets:
+            yield from list_leaves(part)
+    else:
+        yield dataset
+
+
+# -- image files ------------------------------------------------------------------------------------------------------
+
+
+class CachedImages:
+    """Stands in for a dataset of image files; pictures come from a store, the user's transforms go on from there.
+
+    For whoever looks at it, it is the user's dataset. Where that is changed during training, such as by another
+    transform, its samples are made as it makes them.
+
+    Args:
+        inner: the user's dataset.
+        keeper: hands out pictures.
+        fingerprint: of the transforms that are kept with the picture.
+    """
+
+    _OWN = frozenset({"inner", "keeper", "fingerprint", "_reading"})
+
+    def __init__(self, inner: Any, keeper: Keeper, fingerprint: bytes) -> None:
+        self.inner, self.keeper, self.fingerprint = inner, keeper, fingerprint
+        self._reading = _Reading(inner)
+
+    def __getitem__(self, index: Any) -> Any:
+        reading = self._reading
+        if type(index) is not int or index < 0 or not reading.holds():
+            return self.inner[index]
+        path, label = reading.source.locate(index)
+        try:
+            key = digest_texts(self.fingerprint.hex(), identify_files(path))
+        except OSError:  # opening it says what is wrong
+            key = None
+        sample = self.keeper.fetch(key, lambda: reading.make(path))
+        for call in reading.rest:
+            sample = call(sample)
+        return sample, label
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CachedImages._OWN:  # not set yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CachedImages._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.inner)
+
+    def __reduce__(self) -> Any:
+        return CachedImages, (self.inner, self.keeper, self.fingerprint)
+
+
+class _Reading:
+    """What a dataset of images was found to be, and whether it still is that."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.source: ImageSource = read_source(dataset)
+        self._seen = tuple(_list_settings(dataset))
+        self._leaf = next(list_leaves(dataset))
+        self._calls = tuple(list_calls(getattr(self._leaf, "transform", None)))
+        kept = len(list(_list_prefix(self._calls)))
+        self.prefix, self.rest = self._calls[:kept], self._calls[kept:]
+        self._steps = tuple(read_steps(call) for call in self.prefix)
+        self._strips = self.source.unknown is None
+
+    def holds(self) -> bool:
+        """Whether the dataset's parts and transforms are the ones that were read."""
+        calls = tuple(list_calls(getattr(self._leaf, "transform", None)))
+        return (
+            all(getattr(item, name, None) is value for item, name, value in self._seen)
+            and len(calls) == len(self._calls)
+            and all(map(operator.is_, calls, self._calls))
+            and all(read_steps(call) == steps for call, steps in zip(self.prefix, self._steps, strict=True))
+        )
+
+    def make(self, path: str) -> Any:
+        """The picture, decoded, after the transforms that are kept with it."""
+        picture = _open_picture(path)
+        for call in self.prefix:
+            picture = call(picture)
+        if self._strips:
+            picture.info = {}  # what no transform that follows looks at
+        return picture
+
+
+def _list_settings(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
+    """What decides on samples, and may be set to something else: owner, attribute and value."""
+    names = {Subset: ("indices", "dataset"), ConcatDataset: ("datasets",)}
+    for name in names.get(type(dataset), ("transform", "target_transform", "loader")):
+        yield dataset, name, getattr(dataset, name, None)
+    for part in [dataset.dataset] if type(dataset) is Subset else getattr(dataset, "datasets", ()):
+        yield from _list_settings(part)
+
+
+def _list_prefix(calls: Sequence[Any]) -> Iterator[Any]:
+    """The leading transforms that draw nothing and keep an image an image."""
+    for call in calls:
+        steps = read_steps(call)
+        if not steps or not all(isinstance(step, (Resize, CenterCrop)) for step in steps):
+            return
+        yield call
+
+
+def _open_picture(path: str) -> Any:
+    """As torchvision opens it, where it is used."""
+    folder = sys.modules.get("torchvision.datasets.folder")
+    if folder is not None:
+        return folder.default_loader(path)
+    from PIL import Image
+
+    with Path(path).open("rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+def read_images(dataset: Any) -> bytes:
+    """The fingerprint of what is kept of a dataset of images; raises `Unknown` where it is none."""
+    reading = _Reading(dataset)
+    steps = (repr(step) for call in reading.prefix for step in read_steps(call) or ())
+    return digest_texts("pictures", str(reading.source.unknown is None), *steps)
+
+
+# -- marked methods ---------------------------------------------------------------------------------------------------
+
+
+class KeptMethod:
+    """Stands in for a marked method of one dataset, as an attribute of the object.
+
+    Args:
+        owner: the dataset.
+        name: the method's.
+        keeper: hands out what it returns.
+    """
+
+    def __init__(self, owner: Any, name: str, keeper: Keeper) -> None:
+        self.owner, self.name, self.keeper = owner, name, keeper
+        self.fingerprint, reads = read_method(owner, getattr(type(owner), name))
+        self._seen = {each: getattr(owner, each) for each in reads}
+
+    def __call__(self, index: Any) -> Any:
+        function = getattr(type(self.owner), self.name)
+        return self.keeper.fetch(self._make_key(function, index), lambda: function(self.owner, index))
+
+    def _make_key(self, function: Any, index: Any) -> bytes | None:
+        if any(not _is_same(getattr(self.owner, name, None), value) for name, value in self._seen.items()):
+            return None
+        try:
+            number = index if isinstance(index, str) else operator.index(index)
+            file = getattr(function, MARK)
+            files = "" if file is True else identify_files(file(self.owner, index))
+        except (OSError, TypeError):  # the method says what is wrong
+            return None
+        return digest_texts(self.fingerprint.hex(), repr(number), files)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    return value is before or (type(value) is type(before) and isinstance(value, _PLAIN) and value == before)
+
+
+def list_marked(dataset: Any) -> Iterator[tuple[Any, str]]:
+    """The marked methods of a dataset: their owners, below Subset and ConcatDataset, and names."""
+    seen = set()
+    for leaf in list_leaves(dataset):
+        if id(leaf) not in seen:
+            seen.add(id(leaf))
+            for name in dir(type(leaf)):
+                if hasattr(getattr(type(leaf), name, None), MARK):
+                    yield leaf, name
+
+
+def read_marked(dataset: Any) -> tuple[bytes, bool, str | None]:
+    """What marked methods say: their common fingerprint, whether all name their files, and why they cannot be kept.
+
+    Where none is marked, the reason is empty.
+    """
+    found, names_files = [], True
+    for owner, name in list_marked(dataset):
+        function = getattr(type(owner), name)
+        if not hasattr(owner, "__dict__"):
+            return b"", False, f"{type(owner).__name__} keeps its attributes in slots"
+        try:
+            found.append(read_method(owner, function)[0].hex())
+        except NoFingerprint as reason:
+            return b"", False, str(reason)
+        names_files &= getattr(function, MARK) is not True
+    return digest_texts("marked", *found), names_files, None if found else ""
+
+
+def put_in(dataset: Any, keeper: Keeper) -> list[tuple[Any, str]]:
+    """Let marked methods keep what they return; the owners and names, for `take_out`."""
+    done = []
+    for owner, name in list(list_marked(dataset)):
+        if name not in vars(owner):
+            vars(owner)[name] = KeptMethod(owner, name, keeper)
+            done.append((owner, name))
+    return done
+
+
+def take_out(done: list[tuple[Any, str]]) -> None:
+    """The datasets as they were."""
+    for owner, name in done:
+        vars(owner).pop(name, None)
+    done.clear()

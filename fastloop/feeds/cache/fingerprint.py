@@ -1,0 +1,229 @@
+"""A fingerprint of the user's code and of the values that it reads: another code or value has another one.
+
+What cannot be told apart by its looks has none, and the reason is said: a kept sample must never be another's.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import functools
+import hashlib
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+from fastloop.evidence.model import sample_code
+from fastloop.evidence.model.dataset import draws_random
+
+_MOST_DEPTH, _LONG = 12, 100
+
+
+class NoFingerprint(Exception):
+    """What cannot be fingerprinted, and why."""
+
+
+def digest_texts(*texts: str) -> bytes:
+    """16 bytes that stand for these texts in this order."""
+    made = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        made.update(len(data).to_bytes(8, "little") + data)
+    return made.digest()
+
+
+def read_method(owner: Any, function: Any) -> tuple[bytes, tuple[str, ...]]:
+    """The fingerprint of a method as it would work on `owner`, and the attributes of `owner` that it reads.
+
+    Raises:
+        NoFingerprint: it, or something that it reads, has none.
+    """
+    return _Reader(owner).read(function)
+
+
+class _Reader:
+    """Follows one method through what it calls and reads."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.words: list[str] = []
+        self.attributes: dict[str, None] = {}
+        self._written: set[str] = set()
+        self._seen: set[int] = set()
+
+    def read(self, function: Any) -> tuple[bytes, tuple[str, ...]]:
+        self._read_function(function, 0)
+        for name in self.attributes:
+            if name not in self._written:  # what it sets itself, such as a file opened late, it finds unset
+                self.words.append(f"self.{name}")
+                self._read_value(getattr(self.owner, name), f"self.{name}", 0)
+        return digest_texts(*self.words), tuple(name for name in self.attributes if name not in self._written)
+
+    def _read_function(self, function: Any, depth: int, me: bool = True) -> None:
+        name = getattr(function, "__qualname__", repr(function))
+        if depth > _MOST_DEPTH:
+            raise NoFingerprint(f"{name} calls too deep to follow")
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        if (changed := sample_code.find_changed_state(function)) is not None:
+            raise NoFingerprint(f"{name} changes{changed} from sample to sample")
+        if draws := draws_random(function):
+            raise NoFingerprint(f"{name} draws random numbers, as far as its names tell ({', '.join(draws)})")
+        self._read_code(function.__code__)
+        self._read_value(function.__defaults__, f"a default of {name}", depth)
+        self._read_value(function.__kwdefaults__, f"a default of {name}", depth)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if variable != "__class__":
+                self._read_value(cell.cell_contents, f"{variable} around {name}", depth)
+        for variable, value in sample_code.list_globals(function):
+            self.words.append(variable)
+            if isinstance(value, ModuleType) and not sample_code.is_installed(
+                SimpleNamespace(__module__=value.__name__)
+            ):
+                self._read_own_module(function.__code__, value, depth)
+            else:
+                self._read_value(value, variable, depth)
+        if me:
+            self._read_self(function, name, depth)
+
+    def _read_code(self, code: CodeType) -> None:
+        self.words += [code.co_code.hex(), repr(code.co_names), repr(code.co_varnames), repr(code.co_freevars)]
+        for const in code.co_consts:
+            if isinstance(const, CodeType):
+                self._read_code(const)
+            else:
+                self.words.append(repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const))
+
+    def _read_own_module(self, code: CodeType, module: ModuleType, depth: int) -> None:
+        """What a function may take out of one of the user's own modules, by the names that it uses."""
+        for name in code.co_names:
+            if name in vars(module):
+                self.words.append(f"{module.__name__}.{name}")
+                self._read_value(vars(module)[name], f"{module.__name__}.{name}", depth + 1)
+
+    def _read_self(self, function: Any, name: str, depth: int) -> None:
+        """Attributes of the owner that the method reads, and methods that it calls."""
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            raise NoFingerprint(f"there is no source of {name} to read") from None
+        me = function.__code__.co_varnames[0]
+        uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == me]
+        members = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        mine = [node for node in members if isinstance(node.value, ast.Name) and node.value.id == me]
+        if len(uses) > len(mine):
+            raise NoFingerprint(f"{name} hands {me} on, and what is read from it cannot be told")
+        for node in mine:
+            if isinstance(node.ctx, ast.Store):
+                self._written.add(node.attr)
+                continue
+            member = inspect.getattr_static(type(self.owner), node.attr, None)
+            member = member.fget if isinstance(member, property) else member
+            if inspect.isfunction(member) and node.attr not in vars(self.owner):
+                self._read_function(member, depth + 1)
+            elif not hasattr(self.owner, node.attr):
+                self._written.add(node.attr)
+            else:
+                self.attributes[node.attr] = None
+
+    def _read_value(self, value: Any, name: str, depth: int) -> None:
+        """The words of a value, by its kind."""
+        if depth > _MOST_DEPTH:
+            raise NoFingerprint(f"{name} lies too deep to follow")
+        kind = type(value)
+        if value is None or kind in (bool, int, float, complex, str, bytes) or isinstance(value, (enum.Enum, PurePath)):
+            self.words.append(f"{kind.__qualname__} {value!r}")
+        elif kind in (tuple, list):
+            self.words.append(f"{kind.__name__} {len(value)}")
+            if len(value) > _LONG and all(type(member) in (str, int) for member in value):
+                self.words += [digest_texts(*map(repr, value)).hex()]
+                return
+            for member in value:
+                self._read_value(member, f"a part of {name}", depth + 1)
+        elif kind in (dict, set, frozenset):
+            self._read_unordered(value, name, depth)
+        elif isinstance(value, ModuleType):
+            self._read_package(value)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._read_value(part, name, depth + 1)
+        elif (words := _describe_array(value)) is not None:
+            self.words.append(words)
+        elif callable(value) and _is_where_it_says(value) and sample_code.is_installed(value):
+            self.words.append(f"{value.__module__}.{value.__qualname__}")
+            self._read_package(sys.modules[value.__module__])
+        elif inspect.isfunction(value):
+            self._read_function(value, depth + 1, me=False)
+        elif kind.__module__.startswith("torchvision.transforms."):
+            if draws := draws_random(value):
+                raise NoFingerprint(f"{name} draws random numbers ({', '.join(draws)})")
+            self.words.append(f"{kind.__module__}.{kind.__qualname__}")
+            self._read_value(_list_settings(value), name, depth + 1)
+            self._read_package(sys.modules["torchvision"])
+        else:
+            raise NoFingerprint(f"{name} ({kind.__module__}.{kind.__qualname__}) cannot be fingerprinted")
+
+    def _read_unordered(self, value: Any, name: str, depth: int) -> None:
+        parts = []
+        for member in value.items() if isinstance(value, dict) else value:
+            outer, self.words = self.words, []
+            self._read_value(member, f"a part of {name}", depth + 1)
+            parts.append(digest_texts(*self.words).hex())
+            self.words = outer
+        self.words += [type(value).__name__, *sorted(parts)]
+
+    def _read_package(self, module: ModuleType) -> None:
+        """An installed package by its name and version; of the user's own modules only functions are followed."""
+        top = module.__name__.partition(".")[0]
+        self.words.append(f"{module.__name__} {getattr(sys.modules.get(top), '__version__', None)}")
+
+
+def _is_where_it_says(value: Any) -> bool:
+    """Whether a function or class can be found under its own name, which then stands for it."""
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for name in str(getattr(value, "__qualname__", "?")).split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _describe_array(value: Any) -> str | None:
+    """Arrays, tensors, and numbers and types of both by their content."""
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, (torch.dtype, torch.device)):
+        return repr(value)
+    if torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
+        value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if numpy is not None and isinstance(value, numpy.dtype):
+        return repr(value)
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.hasobject:
+        return None
+    return f"{value.dtype.str} {value.shape} {hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()}"
+
+
+def _list_settings(transform: Any) -> dict[str, Any]:
+    """Settings of one of torchvision's transforms: its attributes that are not torch's own."""
+    torch: Any = sys.modules["torch"]
+    own = vars(torch.nn.Module())
+    return {name: value for name, value in vars(transform).items() if name not in own}
+
+
+def identify_files(paths: Any) -> str:
+    """What tells files from what they were: path, size, time of the last change and inode of each.
+
+    Raises:
+        OSError: one is not there.
+    """
+    several: Iterable[Any] = (paths,) if isinstance(paths, (str, bytes, os.PathLike)) else paths
+    words = []
+    for path in several:
+        name = os.fsdecode(path)
+        found = Path(name).stat()
+        words.append(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}")
+    return "\0\0".join(words)

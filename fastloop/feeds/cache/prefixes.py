@@ -1,0 +1,87 @@
+"""What could be kept of the samples of a dataset, read from its code and from a few files' headers. Takes no sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from fastloop.errors import let_through
+from fastloop.feeds.cache import datasets
+from fastloop.feeds.images.reading import ImageSource, Unknown, read_source
+from fastloop.records.facts import PrefixFacts
+from fastloop.records.images import CenterCrop, Resize
+
+_LOOKED_AT = 64
+"""Files whose headers say how large a decoded image is."""
+
+
+def read_prefix(dataset: Any) -> PrefixFacts | str:
+    """The part of its work that is the same each time; or why there is none that could be kept."""
+    try:
+        return _read(dataset)
+    except Exception as error:  # the user's code, of which we asked something unusual
+        let_through(error)
+        return f"{type(dataset).__name__} could not be looked at: {type(error).__name__}: {error}"
+
+
+def _read(dataset: Any) -> PrefixFacts | str:
+    if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):
+        return f"{type(dataset).__name__} has no samples that could be asked for by number"
+    leaf = next(datasets.list_leaves(dataset), dataset)
+    fingerprint, names_files, why = datasets.read_marked(dataset)
+    if why is None:
+        names = dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name in datasets.list_marked(dataset))
+        what, size = f"what {' and '.join(names)} returns", None
+    elif why:
+        return why
+    else:
+        try:
+            source = read_source(dataset)
+        except Unknown as reason:
+            return f"{reason}, and none of its methods is marked by fastloop.cached_prefix"
+        fingerprint, size = datasets.read_images(dataset), _measure_images(source)
+        steps = [type(step).__name__ for step in source.facts.prefix]
+        what = "decoded images" + (f" after {', '.join(steps)}" if steps else "")
+    return PrefixFacts(
+        what=what,
+        dataset=f"{type(leaf).__name__}{f' of {root}' if (root := _find_root(leaf)) else ''}",
+        fingerprint=fingerprint.hex(),
+        samples=min(len(dataset), sum(len(leaf) for leaf in _list_different(dataset))),
+        sample_bytes=size,
+        names_files=names_files,
+    )
+
+
+def _list_different(dataset: Any) -> Iterator[Any]:
+    yield from {id(leaf): leaf for leaf in datasets.list_leaves(dataset)}.values()
+
+
+def _find_root(leaf: Any) -> str | None:
+    root = getattr(leaf, "root", None)
+    return os.fspath(root) if isinstance(root, (str, os.PathLike)) else None
+
+
+def _measure_images(source: ImageSource) -> int | None:
+    """Mean bytes of an image as it is kept."""
+    from PIL import Image
+
+    sizes = []
+    for index in range(0, source.count, max(1, source.count // _LOOKED_AT)):
+        try:
+            with Image.open(source.locate(index)[0]) as picture:
+                width, height = picture.size
+        except (OSError, ValueError):  # no image: the training will say so
+            continue
+        for step in source.facts.prefix:
+            width, height = _apply(step, width, height)
+        sizes.append(3 * width * height)
+    return sum(sizes) // len(sizes) if sizes else None
+
+
+def _apply(step: Any, width: int, height: int) -> tuple[int, int]:
+    """Width and height after a step."""
+    if isinstance(step, CenterCrop) or (isinstance(step, Resize) and isinstance(step.size, tuple)):
+        return step.size[1], step.size[0]  # type: ignore[index]
+    shorter = min(width, height)
+    return step.size * width // shorter, step.size * height // shorter

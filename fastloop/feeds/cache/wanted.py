@@ -1,0 +1,114 @@
+"""The want that keeps a dataset's samples: which store, how much of it, for what. Imports torch only when it acts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastloop.errors import NotApplicable
+from fastloop.evidence import machine
+from fastloop.feeds.cache import places
+from fastloop.records.facts import PrefixFacts
+
+if TYPE_CHECKING:
+    from fastloop.feeds.cache.keeping import Keeper, Store
+
+_SHARE_OF_FREE = 0.9
+"""Of what is free when a store is opened; somebody else will want the rest."""
+_SHARE_OF_SERVER = 0.8
+_MARGIN = 0.97
+"""Of a store's size, so that samples a little larger than those looked at still fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptSamples:
+    """What the loader's dataset is to keep, and where."""
+
+    store: Literal["shm", "disk", "redis"]
+    budget_bytes: int | None
+    """At most; None: what a server says it has room for."""
+    prefix: PrefixFacts
+    path: str | None = None
+    url: str | None = None
+    live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
+    """What `wrap` began and `close` ends."""
+
+    def wrap(self, dataset: Any) -> Any:
+        """The dataset, its samples kept.
+
+        Raises:
+            NotApplicable: the store cannot be had.
+        """
+        from fastloop.feeds.cache import datasets
+        from fastloop.feeds.cache.keeping import Keeper
+
+        places.sweep(places.find_shm_root())
+        store, room = self._open()
+        keeper = Keeper(store, share_of(self.prefix, room))
+        self.live.append(keeper)
+        if done := datasets.put_in(dataset, keeper):
+            self.live.append(done)
+            return dataset
+        if any(datasets.list_marked(dataset)):  # another loader's, and kept by it
+            return dataset
+        return datasets.CachedImages(dataset, keeper, bytes.fromhex(self.prefix.fingerprint))
+
+    def _open(self) -> tuple[Store, int | None]:
+        """The store, and the bytes that it has room for."""
+        from fastloop.feeds.cache import fingerprint, mapped, records, server
+
+        versions = records.describe_versions()
+        words = (self.prefix.fingerprint, self.prefix.dataset, versions)
+        name = f"{records.FORMAT}-{fingerprint.digest_texts(*words).hex()}"
+        info: Mapping[str, Any] = {
+            "schema": 1,
+            "format": records.FORMAT,
+            "versions": versions,
+            "dataset": self.prefix.dataset,
+            "what": self.prefix.what,
+            "samples": self.prefix.samples,
+            "made_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        if self.store == "redis":
+            assert self.url is not None
+            told = server.read_room(self.url) if self.budget_bytes is None else None
+            room = self.budget_bytes if told is None else int(_SHARE_OF_SERVER * told)
+            return server.open_server(self.url, name, info), room
+        in_shm = self.store == "shm"
+        root = places.find_shm_root() if in_shm else places.find_disk_root(self.path)
+        free = machine.disk_free_bytes(root) or 0
+        already = sum(found.kept_bytes for found in places.list_caches(root) if found.path.name == name)
+        room = min(self.budget_bytes or free, int(_SHARE_OF_FREE * free) + already)
+        if not room:
+            raise NotApplicable(f"there is no room in {root}")
+        fitting = min(self.prefix.samples, room // (self.prefix.sample_bytes or 1024) + 1)
+        return mapped.open_store(root, name, capacity=room, samples=fitting, info=info, remove=in_shm), room
+
+    def evidence(self) -> Mapping[str, Any]:
+        """Hits and misses of all processes, and what is in the store."""
+        keepers = self._list_keepers()
+        return {"store": self.store, **keepers[-1].evidence()} if keepers else {}
+
+    def close(self) -> None:
+        """The dataset is what it was, and the store is left."""
+        from fastloop.feeds.cache import datasets
+
+        keepers = self._list_keepers()
+        for each in self.live:
+            if isinstance(each, list):
+                datasets.take_out(each)
+        self.live.clear()
+        for keeper in keepers:
+            keeper.close()
+
+    def _list_keepers(self) -> list[Keeper]:
+        return [each for each in self.live if not isinstance(each, list)]
+
+
+def share_of(prefix: PrefixFacts, room: int | None) -> float:
+    """Of the samples, how many a store has room for, 0 to 1."""
+    if room is None or prefix.sample_bytes is None:
+        return 1.0
+    return min(1.0, _MARGIN * room / max(1, prefix.samples * prefix.sample_bytes))

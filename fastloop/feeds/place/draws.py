@@ -1,0 +1,199 @@
+"""What a sampler draws its order from: read before an epoch, and put back so that the same order is drawn again.
+
+Only plain values and tensors, so that a checkpoint that holds them loads without us, with ``weights_only`` too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from fastloop.evidence.model import sample_code
+from fastloop.evidence.model.dataset import walk
+
+Order = dict[str, dict[str, Any]]
+"""``own``: generators that the sampler holds; ``values``: its attributes; ``streams``: everybody's random streams.
+Each by the path or name of what it belongs to."""
+_KNOWN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "fastloop")
+"""Packages whose samplers draw from torch's generators only, and keep no state but ``seed`` and ``epoch``."""
+_SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def explain_lost_place(loader: Any, ranks: int) -> str | None:
+    """Why a run that is resumed in the middle of an epoch cannot go on there; None where it can, or where the loader
+    itself says where it stands.
+
+    Args:
+        ranks: processes that train; only the first one's state comes into a checkpoint.
+    """
+    if hasattr(loader, "state_dict"):
+        return None
+    if not isinstance(loader, DataLoader):
+        return f"{type(loader).__name__} does not say in which order it loads"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is an IterableDataset, which has no order that could be drawn again"
+    parts = dict(_list_parts(loader))
+    for path, item in parts.items():
+        for state in sample_code.list_changed_state(item):
+            if not isinstance(getattr(item, state.removeprefix("."), parts), _SCALARS):
+                return f"{path}{state} changes while it is iterated, and is no plain value"
+            if ranks > 1:
+                return f"{path}{state} changes while it is iterated, and only rank 0's is saved"
+    if ranks > 1 and not any(isinstance(item, DistributedSampler) for item in parts.values()):
+        found = next((path for path, item in parts.items() if _is_source(item)), None)
+        if found is not None:
+            return f"{found} is a generator of each rank's own, and only rank 0's is saved"
+        if any(isinstance(item, _SHUFFLERS) for item in parts.values()):
+            return "each rank draws an order of its own, and only rank 0's is saved"
+    return None
+
+
+class Draws:
+    """All that decides in which order a loader's sampler draws.
+
+    Args:
+        ranks: processes that train. Of several, what may be one rank's own is neither read nor put back.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ranks: int) -> None:
+        parts = dict(_list_parts(loader))
+        known = all(_is_known(type(item)) for item in parts.values())
+        self.draws_at_once = known
+        """All that is drawn from everybody's streams is drawn with an epoch's first batch."""
+        shared = ranks == 1 or (known and any(isinstance(item, DistributedSampler) for item in parts.values()))
+        self._seeds_workers = None if loader.persistent_workers else loader.generator
+        """Draws a number for each epoch before the sampler does; workers that are kept have their seeds."""
+        self._own = {path: item for path, item in parts.items() if shared and _is_source(item)}
+        self._streams: dict[str, Any] = {"torch": torch.default_generator} if shared else {}
+        if shared and not known:
+            self._streams["random"] = random
+            if "numpy" in sys.modules:
+                self._streams["numpy"] = sys.modules["numpy"].random
+        self._values = {
+            f"{path}.{name}": (item, name)
+            for path, item in parts.items()
+            if shared or isinstance(item, DistributedSampler)
+            for name in _list_values(item)
+        }
+
+    def read(self, *, between_epochs: bool = False) -> Order:
+        """What the order of the epoch that begins now is drawn from. Between epochs only what the next one takes over
+        from the last: everybody's streams move on, and its number is told to it."""
+        values = {path: getattr(item, name) for path, (item, name) in self._values.items()}
+        own = {path: _read_source(item) for path, item in self._own.items()}
+        for path, item in self._own.items():
+            if between_epochs and self._seeds_workers is not None and item is self._seeds_workers:
+                own[path] = _draw_seed(self._seeds_workers)
+        return {
+            "own": own,
+            "values": {
+                path: value
+                for path, value in values.items()
+                if not between_epochs or not callable(getattr(self._values[path][0], "set_epoch", None))
+            },
+            "streams": {} if between_epochs else self._read_streams(),
+        }
+
+    def put_back(self, order: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set what belongs to the sampler as it was read; it moves on from there, in the epochs to come too."""
+        for path, state in order["own"].items():
+            if path in self._own:
+                _write_source(self._own[path], state)
+        for path, value in order["values"].items():
+            if path in self._values:
+                setattr(*self._values[path], value)
+
+    @contextlib.contextmanager
+    def on_streams(self, states: dict[str, Any]) -> Iterator[None]:
+        """Inside, everybody's streams are where `states` say; afterwards these say how far they got, and the streams
+        are back where they were."""
+        outside = self._read_streams()
+        self._write_streams(states)
+        try:
+            yield
+        finally:
+            states.update(self._read_streams())
+            self._write_streams(outside)
+
+    def _read_streams(self) -> dict[str, Any]:
+        return {name: _read_source(source) for name, source in self._streams.items()}
+
+    def _write_streams(self, states: Mapping[str, Any]) -> None:
+        for name, source in self._streams.items():
+            if name in states:
+                _write_source(source, states[name])
+
+
+def _list_parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    """The sampler and what it is made of, less the dataset."""
+    inside = {id(item) for _, item in walk(loader.dataset)}
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    yield from ((path, item) for path, item in walk(sampler, "sampler") if id(item) not in inside)
+
+
+def _list_values(item: Any) -> list[str]:
+    """Names of the plain attributes that decide an order: a seed, an epoch, and what iterating changes."""
+    names = ("seed", "epoch", *(state.removeprefix(".") for state in sample_code.list_changed_state(item)))
+    own = getattr(item, "__dict__", {})
+    return [name for name in dict.fromkeys(names) if type(own.get(name)) in (bool, int, float, str)]
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _KNOWN or kind is random.Random
+
+
+# -- random sources: torch's generators, Python's, NumPy's -------------------------------------------------------------
+
+
+def _is_source(item: Any) -> bool:
+    if isinstance(item, (torch.Generator, random.Random)):
+        return True
+    return type(item).__module__.startswith("numpy.random") and hasattr(item, "random")
+
+
+def _draw_seed(generator: torch.Generator) -> torch.Tensor:
+    """Its state once a loader has drawn the seed of an epoch's workers."""
+    ahead = torch.Generator().set_state(generator.get_state())
+    torch.empty((), dtype=torch.int64).random_(generator=ahead)
+    return ahead.get_state()
+
+
+def _read_source(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    if hasattr(source, "getstate"):
+        version, numbers, gauss = source.getstate()
+        return [version, list(numbers), gauss]
+    return _make_plain(source.get_state(legacy=False) if hasattr(source, "get_state") else source.bit_generator.state)
+
+
+def _write_source(source: Any, state: Any) -> None:
+    if isinstance(source, torch.Generator):
+        source.set_state(state)
+    elif hasattr(source, "setstate"):
+        source.setstate((state[0], tuple(state[1]), state[2]))
+    elif hasattr(source, "set_state"):
+        source.set_state(state)
+    else:
+        source.bit_generator.state = state
+
+
+def _make_plain(state: Any) -> Any:
+    """NumPy's arrays and numbers as lists and numbers."""
+    if isinstance(state, dict):
+        return {name: _make_plain(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state

@@ -1,0 +1,161 @@
+"""Keep samples after the work that is the same each time: read and decoded once, augmented anew in every epoch.
+
+Faster because  the second epoch copies a decoded image out of memory instead of decoding it again.
+Costs           the size of the decoded samples in shared memory, on disk or in a server; a first epoch that fills it.
+Don't use when  each sample is read once, the decoded samples fit nowhere, or loading does not limit the step.
+Evidence        samples that came out of the store, of all that were asked for
+Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastloop.errors import ConfigError, NotApplicable, require_positive
+from fastloop.evidence.worker_limits import count_draws
+from fastloop.feeds.cache.wanted import KeptSamples, share_of
+from fastloop.records.card import Card
+from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Change, Verdict
+from fastloop.records.readings import is_worth_handing_over, loader
+
+SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
+"""Of what is free. Files in shared memory are memory, which the training needs too."""
+LEAST_SHARE = 0.1
+"""`auto` keeps no smaller share of the samples: it would save no more of the loading than that."""
+CARD = Card(
+    family="feed",
+    does="the cache keeps decoded samples, so that later epochs need not decode them again",
+    evidence={"hits": 0},
+    applies=lambda seen: bool(loader(seen).get("map_style")) and is_worth_handing_over(seen),
+    variants=(),  # trials end within an epoch, before there is anything to gain
+)
+"""What other files know of this rung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Samples kept before the random part of their work. Train loaders only."""
+
+    enabled: bool = False
+    store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
+    """shm: shared memory, for this run; disk and redis stay for later runs. auto = shm where the samples fit, else disk
+    where they fit there, else as many as fit into shm."""
+    size_gb: float | Literal["auto"] = "auto"
+    """At most (1 GB = 10^9 bytes); auto = as much as the samples need, up to a share of what is free."""
+    path: str | None = None
+    """Directory of the disk store; null: the user's cache directory (XDG_CACHE_HOME)."""
+    url: str | None = None
+    """Of the server: redis://host:port/0. Its password, if it has one, is read from FASTLOOP_REDIS_PASSWORD."""
+
+    def __post_init__(self) -> None:
+        why, do = "a store of no size keeps nothing", "write gigabytes or auto, or cache.enabled: false"
+        require_positive("cache.size_gb", self.size_gb, why=why, do=do)
+        server = "write cache.url: redis://host:6379/0"
+        if self.store == "redis" and not self.url:
+            raise ConfigError(key="cache.url", got="cache.store: redis", why="the server is not known", do=server)
+        if self.url and "@" in self.url:
+            why, do = "it would be written into run directories", f"{server}; its password into FASTLOOP_REDIS_PASSWORD"
+            raise ConfigError(key="cache.url", got="cache.url with a name or password", why=why, do=do)
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for a store where samples have a part that can be kept, and are asked for more than once."""
+        if self.store == "device":
+            raise NotApplicable("samples on the device are not built yet; write cache.store: shm")
+        if facts.loader is None:
+            return Change(waits_for="the train loader", may_want=("dataset.cache",))
+        prefix = self._find_prefix(facts.loader)
+        draws = count_draws(facts.loader, facts)
+        if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
+            raise NotApplicable(
+                f"the run asks for {draws:,} samples of {prefix.samples:,}: hardly one twice; write cache.store: disk"
+                " to keep them for later runs"
+            )
+        store, budget = self._choose(prefix, facts)
+        share = share_of(prefix, budget)
+        if share < LEAST_SHARE and self.size_gb == "auto":
+            raise NotApplicable(
+                f"{prefix.samples:,} samples need {_gb(_need(prefix))}, and {store} has room for {share:.0%} of them;"
+                " write cache.size_gb, or cache.path for another disk"
+            )
+        want = KeptSamples(store=store, budget_bytes=budget, prefix=prefix, path=self.path, url=self.url)
+        left = {"shm_free_bytes": max(0, facts.shm_free_bytes - (budget or 0))} if facts.shm_free_bytes else {}
+        notes = (_describe(prefix, store, budget, share),)
+        return Change(wants={"dataset.cache": want}, notes=notes, facts=left if store == "shm" else {})
+
+    def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
+        if not loader.is_dataloader:
+            raise NotApplicable(f"{loader.kind} is not a DataLoader: its samples are not known")
+        if not loader.map_style:
+            raise NotApplicable("an iterable dataset has no samples that could be asked for by number")
+        if loader.engine is not None:
+            raise NotApplicable(f"{loader.engine} reads and decodes the files itself")
+        if isinstance(loader.prefix, str):
+            raise NotApplicable(loader.prefix)
+        if not loader.prefix.names_files and self.store in ("disk", "redis"):
+            raise NotApplicable(
+                f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads them from, and what is"
+                f" kept in {self.store} would outlive a change of theirs; write @cached_prefix(file=...)"
+            )
+        return loader.prefix
+
+    def _choose(self, prefix: PrefixFacts, facts: Facts) -> tuple[Literal["shm", "disk", "redis"], int | None]:
+        """Which store, and its size in bytes."""
+        need, size = _need(prefix), None if self.size_gb == "auto" else int(self.size_gb * 1e9)
+        room = _measure_room(facts)
+        most = {store: free if size is None else min(size, free) for store, free in room.items()}
+        wanted = {store: free if need is None else min(need, free) for store, free in most.items()}
+        if self.store == "redis":
+            return "redis", size
+        if self.store == "disk":
+            return "disk", (size or need or room["disk"]) if self.path else wanted["disk"]
+        fits_disk = need is not None and most["disk"] >= need and prefix.names_files
+        if self.store == "auto" and need is not None and most["shm"] < need and fits_disk:
+            return "disk", need
+        if not wanted["shm"]:
+            raise NotApplicable(
+                "there is no room in shared memory; give the container --shm-size, or write store: disk"
+            )
+        return "shm", wanted["shm"]
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when samples came out of the store."""
+        found = seen.evidence.get("cache", {})
+        hits, misses = found.get("hits", 0), found.get("misses", 0)
+        if not hits + misses:
+            return Verdict(took=False, why="no sample was asked for")
+        kept = "" if found.get("kept_bytes") is None else f"; {_gb(found['kept_bytes'])} kept in {found['store']}"
+        if not hits:
+            return Verdict(took=False, why=f"none of {misses:,} samples was in the store yet{kept}")
+        return Verdict(
+            took=True, why=f"hit rate {hits / (hits + misses):.0%}: {hits:,} of {hits + misses:,} samples{kept}"
+        )
+
+
+def _need(prefix: PrefixFacts) -> int | None:
+    """Bytes that all samples take, with some to spare; None where that is not known."""
+    return None if prefix.sample_bytes is None else int(1.05 * prefix.samples * (prefix.sample_bytes + 256))
+
+
+def _measure_room(facts: Facts) -> dict[str, int]:
+    shm = int(SHARE_OF_SHM * (facts.shm_free_bytes or 0))
+    if facts.memory_free_bytes is not None:
+        shm = min(shm, int(SHARE_OF_MEMORY * facts.memory_free_bytes))
+    return {"shm": shm, "disk": int(SHARE_OF_DISK * (facts.disk_free_bytes or 0))}
+
+
+def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float) -> str:
+    if prefix.sample_bytes is None:
+        most = "what the server has room for" if budget is None else _gb(budget)
+        return f"keeps {prefix.what} in {store}, up to {most}: how large a sample is shows when one is made"
+    size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_gb(_need(prefix))}"
+    part = (
+        "" if share >= 1 else f"; {store} holds {share:.0%} of them, always the same, and the others are made each time"
+    )
+    return f"keeps {prefix.what} in {store}: {size}{part}"
+
+
+def _gb(size: int | None) -> str:
+    return "an unknown size" if size is None else f"{size / 1e9:.3g} GB"

@@ -1,0 +1,31 @@
+"""A training that kills itself, or goes on: ``killed.py FOLDER SEED EPOCH BATCH``; EPOCH -1 resumes the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path, seed: int, epoch: int, batch: int) -> None:
+    from tests.bridge.place.resumed import Recorded, fit, shuffled
+
+    class Killed(Recorded):
+        def training_step(self, seen: Any, batch_idx: int) -> Any:
+            if (self.current_epoch, batch_idx) == (epoch, batch):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(seen, batch_idx)
+
+    saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+    if epoch >= 0:
+        fit({"workers": {"count": 2}}, shuffled(), seed=seed, save=folder, module=Killed())
+    else:
+        module, _ = fit({"workers": {"count": 1}}, shuffled(), seed=seed, ckpt=saved[-1])
+        (folder / "resumed.json").write_text(json.dumps([module.trained, saved[-1].stem]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

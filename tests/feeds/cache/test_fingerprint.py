@@ -1,0 +1,193 @@
+"""Fingerprints: what changes them, and what has none."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision import transforms as T
+
+from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identify_files, read_method
+
+SCALE = 2
+CALLS = [0]
+
+
+def halve(x: Any) -> Any:
+    return x / 2
+
+
+def noisy(x: Any) -> Any:
+    return x + random.random()
+
+
+class Plain:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def by_constant(self, index: int) -> Any:
+        return index * 3
+
+    def by_global(self, index: int) -> Any:
+        return index * SCALE
+
+    def by_attribute(self, index: int) -> Any:
+        return self.value
+
+    def by_method(self, index: int) -> Any:
+        return self.by_attribute(index)
+
+    def by_function(self, index: int) -> Any:
+        return halve(np.float32(index))
+
+    def opens_late(self, index: int) -> Any:
+        if self.handle is None:
+            self.handle = open(self.value)  # noqa: SIM115
+        return self.handle.read()
+
+    def hands_self_on(self, index: int) -> Any:
+        return halve(self)
+
+    def draws(self, index: int) -> Any:
+        return noisy(index)
+
+    def counts(self, index: int) -> Any:
+        CALLS[0] += 1
+        return CALLS[0]
+
+    @property
+    def doubled(self) -> Any:
+        return self.value * 2
+
+    def by_property(self, index: int) -> Any:
+        return self.doubled
+
+
+def of(name: str, **attributes: Any) -> bytes:
+    return read_method(Plain(**attributes), getattr(Plain, name))[0]
+
+
+def reads(name: str, **attributes: Any) -> tuple[str, ...]:
+    return read_method(Plain(**attributes), getattr(Plain, name))[1]
+
+
+def recoded(name: str, old: Any, new: Any) -> Callable[..., Any]:
+    """The method with another constant: the same name, another code."""
+    method = getattr(Plain, name)
+    code = method.__code__
+    changed = code.replace(co_consts=tuple(new if const == old else const for const in code.co_consts))
+    made = types.FunctionType(changed, method.__globals__, name)
+    made.__qualname__ = method.__qualname__
+    return made
+
+
+def test_the_same_code_and_values_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("by_constant", "by_global", "by_function"):
+        assert of(name) == of(name, value=1, other=2)
+    assert of("by_attribute", value=[1, "a"]) == of("by_attribute", value=[1, "a"], other=3)
+    assert len({of(name, value=1) for name in ("by_constant", "by_global", "by_function", "by_attribute")}) == 4
+
+
+def test_another_constant_global_or_function_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed transform under the same name."""
+    assert read_method(Plain(), recoded("by_constant", 3, 4))[0] != of("by_constant")
+    before = of("by_global"), of("by_function")
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3)
+    monkeypatch.setattr(halve, "__code__", (lambda x: x / 3).__code__)
+    assert of("by_global") != before[0] and of("by_function") != before[1]
+
+
+@pytest.mark.parametrize("name", ["by_attribute", "by_method", "by_property"])
+def test_another_attribute_has_another(name: str) -> None:
+    values = [
+        *(1, 1.0, True, "1", b"1", None, (1, 2), [1, 2], {1, 2}, {1: 2}, {2: 1}, Path("/a"), Path("/b")),
+        *(np.arange(3), np.arange(4), np.arange(3.0), torch.ones(2), torch.zeros(2), torch.float32, np.dtype("int8")),
+        *(["x"] * 200, ["x"] * 199 + ["y"], halve, functools.partial(halve, 1), T.Resize(5), T.Resize(6)),
+        *(T.Compose([T.Resize(5)]), T.Compose([T.CenterCrop(5)]), np.load, os.fspath, torch.nn.functional.relu),
+    ]
+    found = [of(name, value=value) for value in values]
+    assert len(set(found)) == len(values)
+    assert reads(name, value=1, other=2) == ("value",)
+
+
+def test_what_it_sets_itself_it_finds_unset() -> None:
+    assert reads("opens_late", value="a", handle=None) == ("value",)
+    with open(os.devnull) as handle:
+        assert of("opens_late", value="a", handle=handle) == of("opens_late", value="a", handle=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("hands_self_on", None, "Plain.hands_self_on hands self on, and what is read from it cannot be told"),
+        ("draws", None, "Plain.draws draws random numbers, as far as its names tell"),
+        ("counts", None, "Plain.counts changes (the outer CALLS) from sample to sample"),
+        ("by_attribute", object(), "self.value (builtins.object) cannot be fingerprinted"),
+        ("by_attribute", Plain(), "self.value (tests.feeds.cache.test_fingerprint.Plain) cannot be fingerprinted"),
+        ("by_attribute", functools.partial(halve, object()), "(builtins.object) cannot be fingerprinted"),
+        ("by_attribute", [1, [object()]], "a part of a part of self.value (builtins.object) cannot be fingerprinted"),
+        ("by_attribute", {1: 2}.get, "self.value (builtins.builtin_function_or_method) cannot be fingerprinted"),
+        ("by_attribute", T.RandomCrop(3), "self.value draws random numbers"),
+        ("by_attribute", np.array([object()]), "self.value (numpy.ndarray) cannot be fingerprinted"),
+    ],
+)
+def test_what_has_none_is_named(name: str, value: Any, why: str) -> None:
+    """K2."""
+    with pytest.raises(NoFingerprint) as refused:
+        of(name, value=value)
+    assert why in str(refused.value)
+
+
+def test_code_without_source_has_none() -> None:
+    scope: dict[str, Any] = {}
+    exec("def load(self, index): return self.value", scope)
+    with pytest.raises(NoFingerprint, match="there is no source of load to read"):
+        read_method(Plain(value=1), scope["load"])
+
+
+def test_functions_of_the_users_own_modules_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_decoder.py").write_text("def decode(x):\n    return x + 1\n")
+    (tmp_path / "own_data.py").write_text(
+        "import own_decoder\nclass Data:\n    def load(self, index):\n        return own_decoder.decode(index)\n"
+    )
+    import own_data  # type: ignore[import-not-found]
+    import own_decoder  # type: ignore[import-not-found]
+
+    before = read_method(own_data.Data(), own_data.Data.load)[0]
+    monkeypatch.setattr(own_decoder.decode, "__code__", (lambda x: x + 2).__code__)
+    assert read_method(own_data.Data(), own_data.Data.load)[0] != before
+    for name in ("own_data", "own_decoder"):
+        sys.modules.pop(name)
+
+
+def test_a_changed_file_is_another_file(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("one")
+    os.utime(file, ns=(1, 1))
+    seen = {identify_files(file)}
+    file.write_text("two")  # the same size
+    os.utime(file, ns=(1, 2))
+    seen.add(identify_files(file))
+    other = tmp_path / "b"
+    other.write_text("two")
+    os.utime(other, ns=(1, 2))
+    other.replace(file)  # the same size and time
+    seen.add(identify_files(str(file)))
+    seen.add(identify_files([file, file]))
+    assert len(seen) == 4 and identify_files(file) in seen
+    with pytest.raises(FileNotFoundError):
+        identify_files(tmp_path / "none")
+
+
+def test_texts_are_kept_apart() -> None:
+    assert digest_texts("a", "b") != digest_texts("ab") != digest_texts("", "ab") and len(digest_texts()) == 16

@@ -1,0 +1,285 @@
+"""The cache rung: what it plans and refuses, that it takes, and that the training stays bit for bit the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchvision import transforms as T
+
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.feeds.cache import places
+from fastloop.feeds.cache.wanted import KeptSamples
+from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
+from fastloop.records.measurement import Measurement
+from fastloop.rungs.cache import Cache
+from tests.feeds.cache.pictures import Arrays, folder
+from tests.runs import Net, batches, both, distance, run
+
+CACHE: dict[str, Any] = {"cache": {}}
+ROOM = {"shm_free_bytes": 10**10, "memory_free_bytes": 10**11, "disk_free_bytes": 10**12, "max_epochs": 3}
+PREFIX = PrefixFacts(
+    what="decoded images", dataset="ImageFolder of /data", fingerprint="ab", samples=1000, sample_bytes=500_000
+)
+
+
+@pytest.fixture(autouse=True)
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(places, "find_shm_root", lambda: tmp_path / "shm")
+    yield tmp_path
+    assert not (tmp_path / "shm").exists(), "left in shared memory"
+
+
+def facts(loader: dict[str, Any] | None = None, prefix: dict[str, Any] | None = None, **settings: Any) -> Facts:
+    about = dataclasses.replace(PREFIX, **(prefix or {}))
+    known = {"kind": "DataLoader", "batch_size": 10, "batches": 100, "prefix": about, **(loader or {})}
+    return Facts(**{**ROOM, **settings}, loader=LoaderFacts(**known))
+
+
+def plan(given: Facts, **settings: Any) -> tuple[str, int | None, str]:
+    """Store, size and note."""
+    change = Cache(enabled=True, **settings).plan(given)
+    want = change.wants["dataset.cache"]
+    assert isinstance(want, KeptSamples) and change.parity == "exact" and list(change.wants) == ["dataset.cache"]
+    return want.store, want.budget_bytes, change.notes[0]
+
+
+def test_plan() -> None:
+    store, size, note = plan(facts())
+    assert store == "shm" and 500_000_000 < size < 550_000_000  # type: ignore[operator]
+    assert note == "keeps decoded images in shm: 1,000 samples of 0.5 MB, 0.525 GB"
+    left = Cache(enabled=True).plan(facts()).facts["shm_free_bytes"]
+    assert left == 10**10 - size, "workers see what is left"  # type: ignore[operator]
+    assert Cache(enabled=True).plan(Facts()).waits_for == "the train loader"
+    # shared memory too small: the disk, where all fits, else a share
+    assert plan(facts(shm_free_bytes=10**8))[0] == "disk"
+    store, size, note = plan(facts(shm_free_bytes=3 * 10**8, disk_free_bytes=10**8))
+    assert (store, size) == ("shm", 240_000_000)
+    assert note.endswith("; shm holds 47% of them, always the same, and the others are made each time")
+    assert plan(facts(memory_free_bytes=4 * 10**8, disk_free_bytes=0))[1] == 2 * 10**8, "shared memory is memory"
+    # what was written stands
+    assert plan(facts(), size_gb=0.01)[1] == 10**7
+    assert plan(facts(max_epochs=1), store="disk")[:2] == ("disk", size_of(plan(facts())))
+    assert plan(facts(disk_free_bytes=0), store="disk", path="/elsewhere")[1] == size_of(plan(facts()))
+    assert plan(facts(), store="redis", url="redis://host:6379/0")[:2] == ("redis", None)
+    store, size, note = plan(facts(prefix={"sample_bytes": None, "what": "what Mine.load returns"}))
+    assert (store, size) == ("shm", 8 * 10**9) and "up to 8 GB: how large a sample is shows when one is made" in note
+    # a run that repeats its samples within an epoch
+    assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
+
+
+def size_of(planned: tuple[str, int | None, str]) -> int | None:
+    return planned[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "reason"),
+    [
+        (facts(), {"store": "device"}, "samples on the device are not built yet; write cache.store: shm"),
+        (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are not known"),
+        (facts({"map_style": False}), {}, "an iterable dataset has no samples that could be asked for by number"),
+        (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),
+        (facts({"prefix": "it is odd"}), {}, "it is odd"),
+        (facts(max_epochs=1), {}, "the run asks for 1,000 samples of 1,000: hardly one twice; write cache.store: disk"),
+        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: hardly one twice"),
+        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: hardly one twice"),
+        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
+        (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
+        (
+            facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
+            {"store": "disk"},
+            "it is not known which files Mine.load returns reads them from, and what is kept in disk would outlive",
+        ),
+    ],
+)
+def test_plan_refuses(given: Facts, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotApplicable) as refused:
+        Cache(enabled=True, **settings).plan(given)
+    assert str(refused.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"size_gb": 0}, "cache.size_gb"),
+        ({"store": "redis"}, "cache.url"),
+        ({"store": "redis", "url": "redis://:secret@host/0"}, "cache.url"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Cache(**settings)
+    assert caught.value.key == key and "secret" not in str(caught.value)
+
+
+class Pictures(Net):
+    """Regression on pictures, which notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pictures, labels = batch
+        self._since_step += [round(float(each.sum()), 4) for each in pictures]
+        return torch.nn.functional.mse_loss(self.net(pictures)[:, 0], labels.float())
+
+
+AUGMENT = T.Compose([T.Resize(16), T.RandomResizedCrop(8), T.RandomHorizontalFlip(), T.ToTensor()])
+
+
+def loader(root: Path, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(folder(root, 12, AUGMENT, "jpg"), 4, shuffle=True, **settings)
+
+
+@pytest.mark.parametrize("rungs", [CACHE, {"cache": {"store": "disk"}}, {"cache": {}, "workers": {"count": 2}}])
+def test_takes(rungs: Any, tmp_path: Path) -> None:
+    for again in range(2):
+        ours = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=3)
+        found, verdict = ours.seen("cache"), ours.verdict("cache")
+        warm = again and rungs["cache"].get("store") == "disk"
+        assert (found["hits"], found["misses"]) == ((36, 0) if warm else (24, 12)), "of both runs"
+        assert found["kept_samples"] == 12 and found["kept_bytes"] > 12 * 16 * 21 * 3
+        assert verdict.took is True and verdict.why.startswith(f"hit rate {'100' if warm else '67'}%: ")
+
+
+def test_says_why_not() -> None:
+    verify = Cache(enabled=True).verify
+    assert verify(Measurement()).why == "no sample was asked for"
+    found = {"hits": 0, "misses": 5, "store": "shm", "kept_bytes": 2 * 10**9}
+    verdict = verify(Measurement(evidence={"cache": found}))
+    assert verdict.took is False and verdict.why == "none of 5 samples was in the store yet; 2 GB kept in shm"
+
+
+def test_off_is_nothing(tmp_path: Path) -> None:
+    plain, ours = both({"workers": {"count": 1}}, lambda: batches(12, 4), max_epochs=2)
+    assert plain.module.samples == ours.module.samples and not (tmp_path / "home").exists()
+    assert ours.loop is not None and ours.loop.plan.step("cache") is None
+    skipped = run(CACHE, batches(12, 4), max_epochs=2)
+    assert skipped.reason("cache") is not None and "marked by fastloop.cached_prefix" in skipped.reason("cache")
+
+
+def test_parity(tmp_path: Path) -> None:
+    """Augmentation is fresh in every epoch, and bit for bit that of a run without the rung."""
+    plain, ours = both(CACHE, lambda: loader(tmp_path / "pictures"), Pictures, max_epochs=3)
+    assert ours.verdict("cache").took is True and ours.verdict("cache").parity_class == "exact"
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    epochs = [sorted(chain(*ours.module.samples[start : start + 3])) for start in (0, 3, 6)]
+    assert epochs[0] != epochs[1] != epochs[2], "drawn anew"
+    control = run(CACHE, DataLoader(folder(tmp_path / "pictures", 12, AUGMENT, "jpg"), 4), Pictures, max_epochs=3)
+    assert distance(plain, control) > 0  # another order
+
+
+class Numbers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        self._since_step += number.tolist()
+        return torch.nn.functional.mse_loss(self.net(x.float())[:, 0], number.float())
+
+
+def test_parity_of_a_marked_method(tmp_path: Path) -> None:
+    made: list[Arrays] = []
+
+    def arrays() -> Any:
+        made.append(Arrays(tmp_path / "arrays"))
+        return DataLoader(made[-1], 2, shuffle=True)
+
+    plain, ours = both(CACHE, arrays, Numbers, max_epochs=3)
+    assert ours.verdict("cache").took is True and ours.seen("cache")["hits"] == 12
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert "load" not in vars(made[-1])
+
+
+def test_a_store_that_cannot_be_had_takes_no_other_rung_with_it(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "samples").mkdir()
+    (tmp_path / "open" / "samples").chmod(0o777)
+    rungs = {"cache": {"store": "disk", "path": str(tmp_path / "open")}, "workers": {"count": 1}}
+    plain = run(None, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    ours = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    assert "others may write to" in str(ours.reason("cache")) and ours.verdict("workers").took is True
+    assert len(plain.module.samples) == len(ours.module.samples)
+    with pytest.raises(ConfigError, match="others may write to"):
+        run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2, strict=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_undo(fails: bool, tmp_path: Path) -> None:
+    class Raises(Pictures):
+        def on_train_epoch_end(self) -> None:
+            raise RuntimeError("planted")
+
+    given = loader(tmp_path / "pictures")
+    dataset, before = given.dataset, dict(vars(given.dataset))
+    if fails:
+        with pytest.raises(RuntimeError, match="planted"):
+            run(CACHE, given, Raises, max_epochs=2)
+    else:
+        ours = run(CACHE, given, Pictures, max_epochs=2)
+        assert ours.trainer.train_dataloader is given
+        ours.trainer.fit_loop.max_epochs = 3
+        ours.trainer.fit(ours.module, given)
+    assert given.dataset is dataset and vars(dataset) == before
+    assert not (tmp_path / "shm").exists()
+
+
+CRASH = """
+    import sys, time
+    from itertools import chain
+from pathlib import Path
+    from fastloop.feeds.cache import places
+    from tests.rungs.test_cache import CACHE, Pictures, loader
+    from tests.runs import run
+    class Stops(Pictures):
+        def on_train_epoch_end(self):
+            print("epoch", flush=True)
+            time.sleep(1000)
+    if __name__ == "__main__":
+        root = Path(sys.argv[1])
+        places.find_shm_root = lambda: root / "shm"
+        store = {"store": sys.argv[2]}
+        run({"cache": store, "workers": {"count": 2}}, loader(root / "pictures"), Stops, max_epochs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["shm", "disk"])
+def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path: Path) -> None:
+    """K7, and nothing left in shared memory once another run has started."""
+    command = [sys.executable, "-c", textwrap.dedent(CRASH), str(tmp_path), store]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert killed.stdout is not None and "epoch\n" in iter(killed.stdout.readline, "")
+    assert (tmp_path / "shm").exists() == (store == "shm"), "the fault fired"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(20)
+    time.sleep(6)  # torch's workers look for their parent every five seconds
+    ours = run({"cache": {"store": store}}, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    assert ours.seen("cache")["misses"] == (12 if store == "shm" else 0)
+    killed.stdout.close()
+
+
+def test_no_store_is_kept_by_an_epoch_that_ends_early(tmp_path: Path) -> None:
+    class Ends(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+    ours = run(CACHE, loader(tmp_path / "pictures"), Pictures, max_epochs=2, callbacks=(Ends(),))
+    assert ours.seen("cache")["misses"] == 4 and ours.verdict("cache").took is False
