@@ -3,8 +3,8 @@
     python benchmarks/feed.py --data imagenet-sample.tar [--seconds 8] [--rounds 3] [--arms alone,train] [--workers 15]
 
 alone  images/s that reach the device: the DataLoader with workers, the same with the prefetch rung's feed, with
-       pictures as bytes, and with kept samples besides; the store on the device; and DALI, as its rung makes it: the CPU
-       decodes and the device resizes, the CPU does both, the GPU decodes (mixed)
+       pictures as bytes, and with kept samples besides; the store on the device; and DALI, as its rung makes it: the
+       CPU decodes and the device resizes, the CPU does both, the GPU decodes (mixed)
 train  the recipe's network in bf16, channels-last and compiled, batch 256, fed by each of these; `resident` has one
        batch that never moves, and is the limit. It is one process and one compile; arms take turns in each round
 
@@ -96,10 +96,11 @@ class Feeds:
         return self._load_bytes(self.kept)
 
     def _load_bytes(self, dataset: Any) -> Batches:
-        wrapped = AsBytes().wrap(dataset)
+        want = AsBytes()
+        wrapped = want.wrap(dataset)
         loader = clone(self.loader, {"dataset": wrapped})
         for batch in DeviceFeed(loader, depth=2, device=self.device, stage=self._move_bytes):
-            yield self.move(wrapped.finish(batch))
+            yield self.move(want.finish(batch))
 
     def _move_bytes(self, batch: Any) -> Any:
         return type(batch)(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
@@ -201,7 +202,7 @@ def make_step(network: torch.nn.Module, options: argparse.Namespace, device: tor
     run: Any = network if options.eager else torch.compile(network)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = F.cross_entropy(run(images), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

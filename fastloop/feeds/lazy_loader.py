@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -51,6 +51,42 @@ class StandIn(PassesOn):
 
     def __len__(self) -> int:
         return len(self.inner)
+
+
+class StandInDataset:
+    """The same for a map-style dataset, which it is for whoever looks at it (a worker_init_fn, get_worker_info(),
+    trainer.train_dataloader): what they set is set there, too.
+
+    Subclasses name their own attributes, in the order in which their ``__init__`` takes them.
+    """
+
+    _OWN: ClassVar[tuple[str, ...]] = ("inner",)
+
+    inner: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.inner[index]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._OWN:  # not set yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.inner)
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, name) for name in self._OWN)
 
 
 # -- batches of an epoch, asked for as often as there are any, and not once more ---------------------------------------

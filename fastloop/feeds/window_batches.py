@@ -12,7 +12,7 @@ from typing import Any
 from fastloop.feeds.accumulation_windows import Joined
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
-from fastloop.feeds.stand_in_dataset import StandInDataset
+from fastloop.feeds.lazy_loader import StandInDataset
 
 
 class WindowDataset(StandInDataset):

@@ -167,6 +167,8 @@ class Batch:
         if facts.batchnorms:
             names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
             changes = f"normalise over micro-batches of {self.micro_batch}, which changes the training"
+            if facts.loader and isinstance(self.micro_batch, int) and self.micro_batch < (facts.loader.batch_size or 0):
+                changes += f" and cannot be helped below your batches of {facts.loader.batch_size}"
             told = "keep the statistics of each of your batches" if groups else changes
             notes.append(f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}")
             if facts.other_batchnorms and self.batch_norm == "groups":

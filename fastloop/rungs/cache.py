@@ -3,7 +3,7 @@
 Faster because  the second epoch copies a decoded image out of memory instead of decoding it again.
 Costs           the size of the decoded samples in shared memory, on disk or in a server; a first epoch that fills it.
 Don't use when  each sample is read once, the decoded samples fit nowhere, or loading does not limit the step.
-Evidence        samples that came out of the store, of all that were asked for
+Evidence        samples that came out of the store, of all that were asked for; batches made on the device
 Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
 """
 
@@ -15,6 +15,7 @@ from typing import Literal
 from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, share_of
+from fastloop.feeds.device_store.wanted import plan_on_device
 from fastloop.records.card import Card
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
@@ -28,7 +29,7 @@ LEAST_SHARE = 0.1
 CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
-    evidence={"hits": 0},
+    evidence={"hits": 0, "device_batches": 0},
     applies=lambda seen: bool(loader(seen).get("map_style")) and is_worth_handing_over(seen),
     variants=(),  # trials end within an epoch, before there is anything to gain
 )
@@ -41,8 +42,9 @@ class Cache:
 
     enabled: bool = False
     store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
-    """shm: shared memory, for this run; disk and redis stay for later runs. auto = shm where the samples fit, else disk
-    where they fit there, else as many as fit into shm."""
+    """shm: shared memory, for this run; disk and redis stay for later runs. device: all pictures on the device, which
+    makes the batches, where these come out to the bit as from a loader without workers. auto = shm where the samples
+    fit, else disk where they fit there, else as many as fit into shm."""
     size_gb: float | Literal["auto"] = "auto"
     """At most (1 GB = 10^9 bytes); auto = as much as the samples need, up to a share of what is free."""
     path: str | None = None
@@ -62,10 +64,11 @@ class Cache:
 
     def plan(self, facts: Facts) -> Change:
         """Ask for a store where samples have a part that can be kept, and are asked for more than once."""
-        if self.store == "device":
-            raise NotApplicable("samples on the device are not built yet; write cache.store: shm")
         if facts.loader is None:
-            return Change(waits_for="the train loader", may_want=("dataset.cache",))
+            may_want = "loader.engine" if self.store == "device" else "dataset.cache"
+            return Change(waits_for="the train loader", may_want=(may_want,))
+        if self.store == "device":
+            return plan_on_device(facts, facts.loader, None if self.size_gb == "auto" else int(self.size_gb * 1e9))
         prefix = self._find_prefix(facts.loader)
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
@@ -123,6 +126,9 @@ class Cache:
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when samples came out of the store."""
         found = seen.evidence.get("cache", {})
+        if (batches := found.get("device_batches")) is not None:
+            told = f"{found['pictures']:,} pictures, {_gb(found['kept_bytes'])}, on the device"
+            return Verdict(took=batches > 0, why=f"{batches:,} batches were made there out of {told}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was asked for")

@@ -49,6 +49,26 @@ def test_batches_are_those_of_the_dataset(folder: Path, decode: str, resize: str
 
 
 @pytest.mark.parametrize(("decode", "resize"), ARMS)
+def test_all_chains_of_transforms(folder: Path, decode: str, resize: str) -> None:
+    """With the same random draws, as before a training's first step."""
+    from fastloop.feeds.dali.graph import Machine
+    from fastloop.feeds.dali.pixels import check_pixels
+    from fastloop.feeds.images.reading import read_source
+    from tests.feeds.dali.folders import read_folder
+    from tests.feeds.dali.test_pixels import CHAINS
+
+    machine = Machine(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
+    wrong = {}
+    for name, chain_of in CHAINS.items():
+        dataset = read_folder(folder, *chain_of)
+        try:
+            check_pixels(dataset, (source := read_source(dataset)), source.facts.steps, machine)
+        except Exception as error:
+            wrong[name] = str(error)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("decode", "resize"), ARMS)
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_a_batch_stays_until_the_device_has_read_it(folder: Path, decode: str, resize: str, side_stream: bool) -> None:
     """The device sleeps, then reads; the host has long dropped the batch by then, and DALI made others."""

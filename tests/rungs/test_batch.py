@@ -150,7 +150,13 @@ def test_plan_says_what_changes() -> None:
             "changes-training",
             "net.1 is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it",
         ),
-        ({"micro_batch": 4}, {}, {"step.micro_batch": 4}, "changes-training", "changes the training: net.1"),
+        (
+            {"micro_batch": 4},
+            {},
+            {"step.micro_batch": 4},
+            "changes-training",
+            "changes the training and cannot be helped below your batches of 8: net.1",
+        ),
         ({"micro_batch": 3}, {"accumulate": 1}, {"step.micro_batch": 3}, "changes-training", "changes the training"),
     ],
 )

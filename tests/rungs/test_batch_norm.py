@@ -278,6 +278,14 @@ def test_compiled(rehearsal: str, graphs: list[str], monkeypatch: pytest.MonkeyP
     assert difference(plain.weights, ours.weights) < 1e-12 and counts(plain) == counts(ours) == [36, 36, 36, 0]
 
 
+def test_compiled_with_short_windows(graphs: list[str]) -> None:
+    """The pieces of 16 and 4 samples hold 2 groups and 1: at most one more graph, and the rest runs eagerly."""
+    plain, ours = both({**MERGE, "compile": {}}, RAGGED, Norms, max_epochs=8, **ACCUMULATE)
+    assert ours.verdict("batch").took and ours.verdict("compile").took, ours.verdict("compile").why
+    assert len(graphs) == 2 and not ours.seen("compile")["failures"]
+    assert difference(plain.weights, ours.weights) < 1e-12 and counts(plain) == counts(ours) == [88, 88, 88, 0]
+
+
 @pytest.mark.multirank
 def test_two_ranks() -> None:
     """DDP hands out the first rank's buffers before each window, in either run."""

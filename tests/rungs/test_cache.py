@@ -91,7 +91,11 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
 @pytest.mark.parametrize(
     ("given", "settings", "reason"),
     [
-        (facts(), {"store": "device"}, "samples on the device are not built yet; write cache.store: shm"),
+        (
+            facts(),
+            {"store": "device"},
+            "pictures cannot be kept on the device: the dataset was not looked at",
+        ),
         (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are not known"),
         (facts({"map_style": False}), {}, "an iterable dataset has no samples that could be asked for by number"),
         (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),

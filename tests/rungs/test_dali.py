@@ -15,6 +15,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fastloop import FastLoop
@@ -239,6 +240,9 @@ def test_takes(folder: Path) -> None:
     assert seen["images"] == 60 and seen["plain_batches"] == 0 and seen["mean_levels"] < 0.35
     assert verdict.why.startswith("DALI decoded 60 images (cpu, 2 threads); 10 compared samples deviate by 0.")
     assert set(ours.module.orders) == {True}
+    assert ours.loop is not None and ours.loop.measurement is not None
+    loaded = ours.loop.measurement.evidence["loader"]
+    assert loaded["num_workers"] is None and loaded["queued_batches"] == 3, "no workers to advise on; DALI's own queue"
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -270,6 +274,7 @@ def test_undo(folder: Path, raises: bool, offspring: Callable[[], list[psutil.Pr
         broken = raises
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert self.trainer.fit_loop._combined_loader.flattened[0].inner is not loader
             if self.broken and batch_idx == 1:
                 raise RuntimeError("planted")
             return super().training_step(batch, batch_idx)
@@ -321,7 +326,7 @@ def test_accumulation_windows_are_merged(folder: Path) -> None:
 
 def test_rungs_that_have_nothing_to_do_say_so(folder: Path) -> None:
     ours = run({**DALI, "workers": {}}, load(folder), Sees, max_epochs=1)
-    assert ours.reason("workers") == "DALI loads in the loader's place"
+    assert ours.reason("workers") == "DALI loads the samples, without worker processes"
 
 
 def test_loaders_that_are_made_anew_each_epoch(folder: Path) -> None:
@@ -332,6 +337,20 @@ def test_loaders_that_are_made_anew_each_epoch(folder: Path) -> None:
     ours = run(DALI, None, Sees, datamodule=Data(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
     counts = Counter(chain.from_iterable(ours.module.labels))
     assert ours.verdict("dali").took and counts == dict.fromkeys(range(20), 3)
+
+
+def test_a_resumed_epoch_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    """L5: the place is the sampler's, and DALI, which is ahead of the training, has no say in it."""
+
+    def fit(ckpt: Any = None) -> list[list[int]]:
+        save = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=14, save_top_k=-1)
+        saves = {"callbacks": (save,), "enable_checkpointing": True}
+        return run(DALI, load(folder, 2), Sees, max_epochs=2, ckpt=ckpt, **saves).module.labels  # type: ignore[no-any-return]
+
+    whole = fit()
+    rest = fit(next((tmp_path / "saved").iterdir()))
+    assert len(whole) == 20 and rest == whole[14:]
+    assert sorted(chain.from_iterable(whole[10:14] + rest)) == list(range(20))
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

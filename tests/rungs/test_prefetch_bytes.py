@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.bridge.apply.staging import Staging
 from fastloop.errors import NotApplicable
+from fastloop.feeds.cache import places
 from fastloop.records.images import ImageFacts, Normalize, RandomCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.prefetch import Prefetch
@@ -111,6 +112,30 @@ def test_the_same_training_on_bytes(
     assert distance(plain, ours) == 0 or (merged and distance(plain, ours) < 1e-5)
     assert ours.verdict("prefetch").parity_class == ("exact" if workers else "approximate"), "by the draws of the feed"
     assert torch.equal(plain.trainer.callback_metrics["val_loss"], ours.trainer.callback_metrics["val_loss"])
+
+
+def test_kept_pictures_travel_as_bytes_too(
+    on_cpu: None, photos: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "find_shm_root", lambda: tmp_path / "shm")
+    plain, ours = both({"cache": {"store": "shm"}, **PREFETCH}, photos, Classifier, max_epochs=2)
+    assert ours.seen("prefetch")["byte_batches"] == 6
+    assert ours.seen("cache")["hits"] == 12 and ours.seen("cache")["misses"] == 12
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
+
+
+def test_threads_make_batches_of_bytes(on_cpu: None, photos: Callable[..., Any]) -> None:
+    from torchvision import transforms
+
+    def load() -> Any:
+        loader = photos()
+        loader.dataset.transform.transforms[:-2] = [transforms.CenterCrop(20)]  # threads share no random numbers
+        return loader
+
+    plain, ours = both({"nodes": {"threads": 2}, **PREFETCH}, load, Classifier, max_epochs=2)
+    assert ours.reason("nodes") is None and ours.verdict("nodes").took
+    assert ours.seen("prefetch")["byte_batches"] == 6 and ours.verdict("prefetch").parity_class == "exact"
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
 
 
 def test_bytes_that_nobody_makes_floats_of_do_not_train(

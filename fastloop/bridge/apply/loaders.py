@@ -92,7 +92,7 @@ class TrainLoaders:
             if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
         }
         for key, value in plan.wants.items():
-            if key.startswith("dataset.") and not (key == "dataset.uint8" and self._leaves > 1):
+            if key.startswith("dataset."):
                 self._wrap(key, value, loader, settings)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
@@ -100,7 +100,7 @@ class TrainLoaders:
             settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
         elif reads_ahead and base is loader and (stand_in := bound_batches(loader)) is not None:
             settings["batch_sampler"] = stand_in
-        changed = clone(base, settings) if settings else base
+        changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
             if hasattr(engine, "wants_channels_last"):
@@ -129,22 +129,24 @@ class TrainLoaders:
         return None
 
     def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
-        """Put what `want` makes of the loader's dataset in its place. Either has an ``evidence()``; a ``finish()`` does
-        to each batch on the device what was left for it."""
+        """Put what `want` makes of the loader's dataset in its place. The want itself has the ``evidence()`` and the
+        ``close()``: the dataset that it makes may have the user's methods of these names."""
+        finishes = hasattr(want, "finish")  # it leaves something to the device, for the batches of one loader
+        if finishes and self._leaves > 1:
+            return
         try:
-            made = settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
+            settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
         except NotApplicable as reason:
             self._give_up(key, str(reason))
-            return
-        if hasattr(type(made), "finish"):  # its own, not that of the user's dataset, for which it stands in
-            self.staging.to_floats = made.finish
-        self._keep(key, want if hasattr(type(want), "evidence") else made)
+        else:
+            self._keep(key, want)
+            self.staging.to_floats = want.finish if finishes else self.staging.to_floats
 
     def _keep(self, key: str, made: Any) -> Any:
         """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
         ends what it started."""
         self._made.append((key, made))
-        if hasattr(type(made), "close"):  # its own, not that of a dataset it stands in for
+        if hasattr(made, "close"):
             self._undo(key, made.close)
         return made
 

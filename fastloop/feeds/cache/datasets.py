@@ -14,7 +14,7 @@ from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identi
 from fastloop.feeds.cache.keeping import Keeper
 from fastloop.feeds.cache.marking import MARK
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
-from fastloop.feeds.stand_in_dataset import StandInDataset
+from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.records.images import CenterCrop, Resize
 
 _PLAIN = (bool, int, float, str, type(None))

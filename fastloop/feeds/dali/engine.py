@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import default_collate
 
 from fastloop.errors import FastLoopError, NotApplicable, let_through
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.dali.graph import Machine, encode, make_pipeline
 from fastloop.feeds.dali.pixels import Deviation, check_pixels, shorten
@@ -82,13 +81,14 @@ class DaliLoader:
         batch_size: int,
         keeps: bool = True,
     ) -> None:
-        self._batches, self._steps, self._machine, self._keeps = loader.batch_sampler, steps, machine, keeps
+        self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
         self.ahead = machine.ahead
         """Batches that can lie ready."""
-        self._dataset, self._parts = loader.dataset, False
-        if type(self._dataset) is WindowDataset:
-            self._dataset, self._parts = self._dataset.inner, not self._dataset.concatenates
-        self._batch_size = batch_size * (self._batches.window if isinstance(self._batches, WindowSampler) else 1)
+        self._dataset, self._parts, self._batch_size = loader.dataset, False, batch_size
+        while type(self._dataset).__module__.startswith("fastloop.feeds."):  # ours stand in for the user's
+            if type(self._dataset) is WindowDataset:
+                self._parts, self._batch_size = not self._dataset.concatenates, batch_size * loader.batch_sampler.window
+            self._dataset = self._dataset.inner
         self._source = read_source(self._dataset)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
         self._pipeline: Any = None
@@ -99,7 +99,7 @@ class DaliLoader:
         """Batches that DALI is making, in their order."""
         self._again: deque[_Asked] = deque()
         """Batches that it was making when it failed on another."""
-        self._broken: RuntimeError | None = None
+        self._broken: Exception | None = None
         self._failed: Exception | None = None
         """What the user's sampler or labels raised; the batches before it are used first."""
         self._starts = 0
@@ -132,7 +132,7 @@ class DaliLoader:
         Raises:
             FastLoopError: a file cannot be read, with its name.
         """
-        self._indices, self._failed, failures = iter(self._batches), None, 0
+        self._indices, self._failed, failures = iter(self._loader.batch_sampler), None, 0
         try:
             while failures < MOST_FAILURES:
                 pictures, why = self._take(seed)
@@ -169,12 +169,13 @@ class DaliLoader:
             stream = {} if self._device.type == "cpu" else {"cuda_stream": torch.cuda.current_stream(self._device)}
             (found,) = self._pipeline.outputs(**stream)
             pictures = torch.utils.dlpack.from_dlpack(found.as_tensor())
-        except RuntimeError as error:
+        except Exception as error:
             let_through(error)
             return None, describe(error)
         try:
             self._schedule(1)
-        except RuntimeError as error:  # about a batch that is still to come
+        except Exception as error:  # about a batch that is still to come
+            let_through(error)
             self._broken = error
         return pictures, None
 
@@ -232,7 +233,7 @@ class DaliLoader:
                 pipeline.schedule_run()  # sees that there is no more
                 pipeline.reset()
                 self._pipeline = pipeline
-            except RuntimeError as error:  # it is started anew
+            except Exception as error:  # it is started anew
                 let_through(error)
         self._under_way.clear()
 

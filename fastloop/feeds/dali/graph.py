@@ -271,6 +271,7 @@ class _Graph:
         for what in _list_drawn(step):
             factor = pins[what] if self.pinned else self.fn.random.uniform(range=list(getattr(step, what)))
             image = self.image
+            factor = factor.gpu() if image.device == "gpu" else factor
             if what == "hue":
                 changed = self._turn_hue(image, factor)
             elif what == "brightness":

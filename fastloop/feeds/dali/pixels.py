@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastloop.errors import NotApplicable
+from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.dali.graph import Machine, Pins, encode, find_scale, list_pins, make_pipeline, name_pin
 from fastloop.feeds.images.reading import ImageSource
 from fastloop.records.images import (
@@ -70,7 +70,8 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
             path, _ = source.locate(index)
             try:
                 sample, drawn = _make_both(dataset, index, path, steps)
-            except Exception:  # what cannot be read by anybody; the training will say so where it comes to it
+            except Exception as error:  # nobody can read it; the training will say so where it comes to it
+                let_through(error)
                 continue
             wanted.append(sample)
             pins.append(drawn)
@@ -79,7 +80,8 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
         raise NotApplicable("none of the samples that were tried can be read")
     try:
         made = run_pinned(paths, pins, steps, machine)
-    except RuntimeError as error:
+    except Exception as error:
+        let_through(error)
         raise NotApplicable(f"DALI cannot read all of {paths[0]} and others: {shorten(error)}") from error
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in find_scale(steps))
     found = compare(torch.stack(wanted).float() * std + mean, made.float() * std + mean)

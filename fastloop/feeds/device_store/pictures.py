@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import Numbers, Placement
-from fastloop.feeds.device_store.resizing import resize_parts
+from fastloop.feeds.device_store.resizing import resize_parts, send
 from fastloop.feeds.images.reading import ImageSource
 
 CHUNK_BYTES = 64 * 2**20
@@ -44,14 +44,14 @@ class Pictures:
 
     def find_labels(self, samples: Numbers) -> torch.Tensor:
         """Labels [B, ...] of these samples [B]."""
-        return self.labels[torch.from_numpy(samples).to(self.labels.device)]
+        return self.labels[send(samples, self.labels.device)]
 
     def resize(self, samples: Numbers, parts: Numbers, mirrored: Numbers, size: tuple[int, int]) -> torch.Tensor:
         """Bytes [B, 3, *size] of these parts [B, 4] of samples [B], resized and then mirrored where that is so."""
         slots = self.slots[samples]
         heights, widths = self.sizes[slots].T
         images = resize_parts(self.pixels, self.starts[slots], heights, widths, parts, size)
-        over = torch.from_numpy(mirrored).to(images.device).view(-1, 1, 1, 1)
+        over = send(mirrored, images.device).view(-1, 1, 1, 1)
         return torch.where(over, images.flip(3), images)
 
     def cut(self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Pictures:
         slots = self.slots[samples]
         heights, widths = self.sizes[slots].T
         columns = (self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
-        told = torch.from_numpy(np.stack(columns)).to(self.pixels.device)
+        told = send(np.stack(columns), self.pixels.device)
         starts, height, width, top, left, step = told.view(6, -1, 1, 1, 1)
         channels, rows, places = self._make_grid(size)
         row, column = rows + top, places * step + left

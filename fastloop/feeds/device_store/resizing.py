@@ -17,8 +17,8 @@ import torch
 from fastloop.feeds.device_store.draws import Numbers
 
 BITS = 22
-TOGETHER = 32
-"""Images that are made at a time: what lies between takes some 20 MB for each photograph."""
+AT_ONCE = 2**25
+"""Pixels between the passes that are made at a time; what leads to them takes 8 bytes each, several times over."""
 
 
 def resize_parts(
@@ -37,12 +37,19 @@ def resize_parts(
     upright = is_vertical_first(parts[:, 2], parts[:, 3], size)
     for vertical in (False, True):
         rows = np.flatnonzero(upright == vertical)
-        for some in np.split(rows, range(TOGETHER, len(rows), TOGETHER)):
+        together = max(1, AT_ONCE // (3 * max(size) * max(1, int(parts[rows, 2:].max(initial=1)))))
+        for some in np.split(rows, range(together, len(rows), together)):
             if len(some):
                 told = np.concatenate([np.stack([starts, heights, widths]), parts.T])[:, some]
-                where = torch.from_numpy(some).to(pixels.device)
-                made[where] = _resize(pixels, torch.from_numpy(told).to(pixels.device), told, size, vertical)
+                where = send(some, pixels.device)
+                made[where] = _resize(pixels, send(told, pixels.device), told, size, vertical)
     return made
+
+
+def send(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """To the device, without waiting for it: a copy from memory that is not pinned waits for all work before it."""
+    here = torch.from_numpy(numbers)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def is_vertical_first(heights: Numbers, widths: Numbers, size: tuple[int, int]) -> Numbers:

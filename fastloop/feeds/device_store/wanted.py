@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from fastloop.errors import NotApplicable
+from fastloop.evidence.worker_limits import count_draws
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import (
     CenterCrop,
@@ -102,7 +103,8 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
             f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
             " they come out differently each time"
         )
-    elsewhere = dataclasses.replace(loader, engine="the device", num_workers=0)
+    there = facts.device == "cuda"
+    elsewhere = dataclasses.replace(loader, engine="a store of pictures", on_device=there, num_workers=0)
     return Change(wants={"loader.engine": want}, parity=parity, notes=tuple(notes), facts={"loader": elsewhere})
 
 
@@ -126,6 +128,11 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"the dataset may change between epochs: {loader.may_change[0]}"
     if loader.sampler_hazards:
         return loader.sampler_hazards[0]
+    if facts.device == "cpu" and any(isinstance(step, RandomResizedCrop) for step in loader.images.steps):
+        return "this run is on cpu, where Pillow resizes faster"
+    draws = count_draws(loader, facts)
+    if draws is not None and draws <= loader.images.count:
+        return f"the run asks for {draws:,} samples of {loader.images.count:,}: hardly one twice"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"

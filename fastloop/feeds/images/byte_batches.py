@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from fastloop.feeds.images.reading import Transform, read_source
-from fastloop.feeds.stand_in_dataset import StandInDataset
+from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.records.images import Normalize, ToFloat, ToTensor
 
 
@@ -35,13 +35,23 @@ class AsBytes:
 
     device_takes: tuple[str, ...] = ()
     """Names of the steps that the dataset no longer takes."""
+    live: list[ToFloats] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
+    """What takes them."""
 
     def wrap(self, dataset: Any) -> ByteDataset:
         """A copy of the dataset that hands out bytes; the user's objects stay as they are."""
         transforms = read_source(find_user_dataset(dataset)).transforms
-        left = ToFloats([each for each in transforms if is_color(each)])
+        self.live[:] = [ToFloats([each for each in transforms if is_color(each)])]
         first = next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
-        return ByteDataset(replace_transform(dataset, make_bytes(transforms[:first])), left)
+        return ByteDataset(replace_transform(dataset, make_bytes(transforms[:first])))
+
+    def finish(self, batch: Any) -> Any:
+        """What has come to the device, with marked batches as the user's own loader would have made them."""
+        return self.live[0].finish(batch)
+
+    def evidence(self) -> Mapping[str, int]:
+        """Batches that came as bytes."""
+        return {"byte_batches": self.live[0].batches}
 
 
 def make_bytes(transforms: Sequence[Transform]) -> Any:
@@ -81,31 +91,16 @@ def find_user_dataset(dataset: Any) -> Any:
 
 
 class ByteDataset(StandInDataset):
-    """Marks the samples of `inner`, so that their batches are known on the device.
+    """Marks the samples of `inner`, ``(uint8 [C, H, W], label)``, so that their batches are known on the device."""
 
-    Args:
-        inner: hands out ``(uint8 [C, H, W], label)``.
-        to_floats: what is left to be done.
-    """
-
-    _OWN = ("inner", "to_floats")
-
-    def __init__(self, inner: Any, to_floats: ToFloats) -> None:
-        self.inner, self.to_floats = inner, to_floats
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
     def __getitem__(self, index: Any) -> ByteSample:
         return ByteSample(*self.inner[index])
 
     def __getitems__(self, indices: Sequence[Any]) -> list[ByteSample]:
         return [self[index] for index in indices]
-
-    def finish(self, batch: Any) -> Any:
-        """What has come to the device, with marked batches as the user's own loader would have made them."""
-        return self.to_floats.finish(batch)
-
-    def evidence(self) -> Mapping[str, int]:
-        """Batches that came as bytes."""
-        return {"byte_batches": self.to_floats.batches}
 
 
 class ToFloats:

@@ -112,6 +112,25 @@ def test_bytes_stay_bytes(folder: Path) -> None:
     assert (ours[0].float() - plain[0].float()).abs().mean() < 0.5
 
 
+def test_each_epoch_asks_the_sampler_that_the_loader_has_then(folder: Path) -> None:
+    """Whoever notes or keeps an order puts a stand-in there, after the engine was made."""
+    loader = clone(DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=5), {})
+    ours = make(loader)
+    assert labels_of(ours.load(0))[0] == [0, 1, 2, 3, 4]
+    loader.__dict__["batch_sampler"] = [[3, 1], [4]]
+    assert labels_of(ours.load(0)) == [[3, 1], [4]]
+
+
+def test_stand_ins_for_the_dataset_are_looked_through(folder: Path) -> None:
+    """What another rung puts before the files' reading has no say where DALI reads them."""
+    dataset = Numbered(read_folder(folder, *STILL))
+    stand_in = type("Wrapped", (), {"__module__": "fastloop.feeds.other", "__len__": lambda self: 20})()
+    stand_in.inner = dataset
+    loader = clone(DataLoader(dataset, batch_size=5), {"dataset": stand_in})
+    ours = DaliLoader(loader, read_source(dataset).facts.steps, MACHINE, batch_size=5)
+    assert labels_of(ours.load(0)) == [list(range(at, at + 5)) for at in (0, 5, 10, 15)]
+
+
 def test_an_epoch_that_is_left_early_takes_nothing_along(folder: Path) -> None:
     loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=2)
     ours = make(loader)

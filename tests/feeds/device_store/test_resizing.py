@@ -41,8 +41,9 @@ def draw_parts(generator: np.random.Generator, pictures: list[Any]) -> list[tupl
 
 
 @pytest.mark.parametrize("size", [(24, 24), (40, 17), (9, 60)])
-def test_parts_of_noise(size: tuple[int, int]) -> None:
+def test_parts_of_noise(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are made at a time; parts of one pixel, whole pictures, and one that needs no resizing."""
+    monkeypatch.setattr(resizing, "AT_ONCE", 3 * 60 * 90 * 20)
     generator = np.random.default_rng(1)
     shapes = [(int(h), int(w)) for h, w in generator.integers(20, 90, (70, 2))]
     pictures = [Image.fromarray(generator.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in shapes]

@@ -29,9 +29,10 @@ from fastloop.records.images import (
     ToFloat,
     ToTensor,
 )
+from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Plan, Step
 from fastloop.records.run_files import PlanFile
-from fastloop.rungs.workers import Workers
+from fastloop.rungs.cache import Cache
 from tests.pictures import MEAN, STD, Classifier, draw_folder, same_batches
 from tests.runs import both, distance, feed_on_cpu
 
@@ -42,6 +43,7 @@ CIFAR = LoaderFacts(
     images=ImageFacts(steps=(CROP, FLIP, *FLOATS), count=50_000),
     draws_random=("RandomCrop", "RandomHorizontalFlip"),
 )
+ON_DEVICE: dict[str, Any] = {"cache": {"store": "device"}}
 CUDA = Facts(device="cuda", cpu_count=8, local_ranks=2)
 
 
@@ -54,7 +56,8 @@ def test_plan() -> None:
     assert change.wants == {"loader.engine": PicturesOnDevice(device="cuda", workers=4)} and change.parity == "exact"
     assert change.notes == ("decodes all 50,000 samples once and keeps them on the device, in at most 25% of what is"
                             " free there",)  # fmt: skip
-    assert change.facts["loader"].engine == "the device" and change.facts["loader"].num_workers == 0
+    left = change.facts["loader"]
+    assert (left.engine, left.on_device, left.num_workers) == ("a store of pictures", True, 0)
     assert "in at most 3 GB" in plan(most_bytes=3 * 10**9).notes[0]
     busy = plan(num_workers=3)
     assert busy.parity == "approximate" and "your 3 workers, which are not started" in busy.notes[1]
@@ -71,12 +74,18 @@ def test_plan() -> None:
     ("facts", "loader", "why"),
     [
         ({"device": "mps"}, {}, "this run is on mps"),
+        (
+            {"device": "cpu"},
+            {"images": ImageFacts(steps=(RandomResizedCrop(size=(8, 8)), *FLOATS), count=9)},
+            "on cpu, where Pillow resizes faster",
+        ),
         ({"steps_with_iterator": True}, {}, "fetches its own batches"),
         ({"transfer_hooks": ("on_before_batch_transfer",)}, {}, "on_before_batch_transfer of yours"),
         ({"reload_every_n_epochs": 1}, {}, "would be decoded again"),
         ({}, {"images": "TensorDataset is no ImageFolder"}, "TensorDataset is no ImageFolder"),
         ({}, {"engine": "DALI"}, "DALI loads already"),
         ({}, {"custom_collate": True}, "code of yours makes the batches"),
+        ({"max_epochs": 1}, {"batches": 10, "batch_size": 8}, "asks for 80 samples of 50,000: hardly one twice"),
         ({}, {"stateful": True}, "keeps their place"),
         ({}, {"may_change": ("Own.set_epoch",)}, "may change between epochs: Own.set_epoch"),
         ({}, {"sampler_hazards": ("it looks at losses",)}, "it looks at losses"),
@@ -108,6 +117,17 @@ def test_steps_that_are_not_done_there(steps: Any, why: str) -> None:
         plan(images=ImageFacts(steps=steps), draws_random=())
 
 
+def test_the_rung_asks_for_it() -> None:
+    cache = Cache(enabled=True, store="device", size_gb=2)
+    assert cache.plan(CUDA).may_want == ("loader.engine",)
+    change = cache.plan(dataclasses.replace(CUDA, loader=CIFAR))
+    assert change.wants == {"loader.engine": PicturesOnDevice(device="cuda", most_bytes=2 * 10**9, workers=4)}
+    seen = {"device_batches": 7, "pictures": 50_000, "kept_bytes": 154_000_000, "fill_s": 3.0}
+    taken = cache.verify(Measurement(evidence={"cache": seen}))
+    assert taken.took and taken.why == "7 batches were made there out of 50,000 pictures, 0.154 GB, on the device"
+    assert cache.verify(Measurement(evidence={"cache": {**seen, "device_batches": 0}})).took is False
+
+
 def test_the_plan_can_be_written_down() -> None:
     step = Step(rung="cache", status="planned", change=plan())
     step.change.wants["loader.engine"].live.append(object())
@@ -127,44 +147,32 @@ def photos(tmp_path: Path) -> Callable[..., Any]:
     return lambda **settings: DataLoader(folder, **{"batch_size": 5, "shuffle": True, **settings})
 
 
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a rung want pictures on the device."""
-
-    def want(_self: Workers, facts: Facts) -> Change:
-        waits = Change(waits_for="the train loader", may_want=("loader.engine",))
-        return waits if facts.loader is None else plan_on_device(facts, facts.loader)
-
-    monkeypatch.setattr(Workers, "plan", want)
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"precision": "64-true"}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 2}]
 )
-def test_the_same_training(on_device: None, photos: Callable[..., Any], settings: dict[str, Any]) -> None:
+def test_the_same_training(photos: Callable[..., Any], settings: dict[str, Any]) -> None:
     val = partial(photos, shuffle=False)
-    plain, ours = both({"workers": {}}, photos, Classifier, val=val, max_epochs=3, **settings)
-    assert ours.seen("workers")["device_batches"] >= len(ours.module.seen) > 0
+    plain, ours = both(ON_DEVICE, photos, Classifier, val=val, max_epochs=3, **settings)
+    assert ours.seen("cache")["device_batches"] >= len(ours.module.seen) > 0
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
     assert ours.module.kinds == plain.module.kinds
     states = zip(plain.module.random_states, ours.module.random_states, strict=True)
     assert all(torch.equal(one, other) for one, other in states)
+    assert ours.verdict("cache").took and ours.verdict("cache").parity_class == "exact"
     assert torch.equal(plain.trainer.callback_metrics["val_loss"], ours.trainer.callback_metrics["val_loss"])
 
 
-def test_windows_and_a_feed(on_device: None, photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_and_a_feed(photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What other rungs put around a loader goes around the engine, too."""
     feed_on_cpu(monkeypatch)
-    rungs: Any = {"workers": {}, "prefetch": {}, "batch": {"micro_batch": 12}}
+    rungs: Any = {**ON_DEVICE, "prefetch": {}, "batch": {"micro_batch": 12}}
     plain, ours = both(rungs, partial(photos, batch_size=4), Classifier, max_epochs=2, accumulate_grad_batches=3)
-    assert ours.seen("workers")["device_batches"] == 2 and "byte_batches" not in ours.seen("prefetch")
+    assert ours.seen("cache")["device_batches"] == 2 and "byte_batches" not in ours.seen("prefetch")
     whole = [[torch.cat(column) for column in zip(*each.module.seen, strict=True)] for each in (plain, ours)]
     assert all(torch.equal(a, b) for a, b in zip(*whole, strict=True)) and len(ours.module.seen) == 2
 
 
-def test_without_the_draws_it_is_another_training(
-    on_device: None, photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_draws_it_is_another_training(photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     load = DeviceEngine.load
 
@@ -174,14 +182,26 @@ def test_without_the_draws_it_is_another_training(
             yield batch
 
     monkeypatch.setattr(DeviceEngine, "load", draw_one_more)
-    plain, ours = both({"workers": {}}, photos, Classifier, max_epochs=1)
+    plain, ours = both(ON_DEVICE, photos, Classifier, max_epochs=1)
     assert not same_batches(plain.module, ours.module) and distance(plain, ours) > 1e-6
 
 
 def test_what_cannot_be_proven_is_left_to_the_loader(
-    on_device: None, photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceEngine, "make", lambda self, indices: [torch.zeros(3, 3, 20, 20), torch.zeros(3)])
-    plain, ours = both({"workers": {}}, photos, Classifier, max_epochs=1)
+    plain, ours = both(ON_DEVICE, photos, Classifier, max_epochs=1)
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
-    assert not ours.verdict("workers").took
+    assert ours.reason("cache") is not None and "is not the one that the dataset makes" in ours.reason("cache")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])
+def test_a_picture_that_cannot_be_decoded_is_the_loaders_matter(
+    photos: Callable[..., Any], tmp_path: Path, content: bytes
+) -> None:
+    """The user's sampler never asks for it, and so the training goes on."""
+    (tmp_path / "dog" / "999.png").write_bytes(content)
+    photos().dataset.samples.append((str(tmp_path / "dog" / "999.png"), 1))
+    plain, ours = both(ON_DEVICE, partial(photos, shuffle=False, sampler=range(12)), Classifier, max_epochs=1)
+    assert "cannot identify image file" in str(ours.reason("cache"))
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0

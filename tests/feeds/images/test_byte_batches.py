@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.images.byte_batches import AsBytes, ByteSample
-from fastloop.feeds.stand_in_dataset import StandInDataset
+from fastloop.feeds.lazy_loader import StandInDataset
 from tests.pictures import MEAN, STD, draw_folder
 
 torchvision = pytest.importorskip("torchvision")
@@ -53,34 +53,34 @@ def test_the_same_bits(folder: Path, tail: str) -> None:
     own = datasets.ImageFolder(
         folder, kind.Compose([kind.RandomCrop(20, padding=4), kind.RandomHorizontalFlip(), *TAILS[tail]()])
     )
-    ours = AsBytes().wrap(own)
+    ours = (want := AsBytes()).wrap(own)
     plain, fast = load(own), load(ours)
     states = torch.get_rng_state()
     load(own)
     assert torch.equal(states, torch.get_rng_state()), "neither draws more nor less"
     assert {type(batch) for batch in fast} == {ByteSample} and fast[0].image.dtype == torch.uint8
     for expected, batch in zip(plain, fast, strict=True):
-        images, labels = ours.finish(batch)
+        images, labels = want.finish(batch)
         assert torch.equal(images, expected[0]) and images.dtype == expected[0].dtype
         assert images.is_contiguous() and torch.equal(labels, expected[1])
-    assert ours.evidence() == {"byte_batches": 3}
+    assert want.evidence() == {"byte_batches": 3}
     assert isinstance(own.transform.transforms[-1], type(TAILS[tail]()[-1])), "the user's own is as it was"
 
 
 def test_another_normalization_shows(folder: Path) -> None:
     """The control."""
     own = datasets.ImageFolder(folder, v1.Compose([v1.CenterCrop(20), v1.ToTensor(), v1.Normalize(MEAN, STD)]))
-    ours = AsBytes().wrap(own)
-    ours.to_floats.table = torch.nextafter(ours.to_floats.table, torch.tensor(9.0))
-    assert not torch.equal(ours.finish(load(ours)[0])[0], load(own)[0][0])
+    ours = (want := AsBytes()).wrap(own)
+    want.live[0].table = torch.nextafter(want.live[0].table, torch.tensor(9.0))
+    assert not torch.equal(want.finish(load(ours)[0])[0], load(own)[0][0])
 
 
 def test_subsets_and_parts(folder: Path) -> None:
     whole = datasets.ImageFolder(folder, v1.Compose([v1.CenterCrop(20), v1.ToTensor()]))
     own = ConcatDataset([Subset(whole, [3, 1, 8]), Subset(whole, [3, 5])])
-    ours = AsBytes().wrap(own)
+    ours = (want := AsBytes()).wrap(own)
     for plain, fast in zip(load(own), load(ours), strict=True):
-        images, labels = ours.finish(fast)
+        images, labels = want.finish(fast)
         assert torch.equal(images, plain[0]) and torch.equal(labels, plain[1])
     assert own.datasets[0].dataset is whole and whole[0][0].dtype == torch.float32
 
@@ -100,8 +100,8 @@ class Asked(StandInDataset):
 
 def test_what_stands_in_for_the_dataset_still_does(folder: Path) -> None:
     own = Asked(datasets.ImageFolder(folder, v1.Compose([v1.CenterCrop(20), v1.ToTensor()])), [])
-    ours = AsBytes().wrap(own)
-    assert torch.equal(ours.finish(load(ours)[0])[0], load(own.inner)[0][0])
+    ours = (want := AsBytes()).wrap(own)
+    assert torch.equal(want.finish(load(ours)[0])[0], load(own.inner)[0][0])
     assert sorted(own.asked) == list(range(12)) and type(ours.inner) is Asked and own[0][0].dtype == torch.float32
 
 
@@ -129,29 +129,29 @@ def test_a_dataset_that_keeps_its_transform_to_itself_is_not_normalized_twice(fo
 
     for kind, bytes_came in ((Listed, 3), (Stubborn, 0)):
         own = kind(folder, v1.Compose([v1.Resize((8, 8)), v1.ToTensor()]))
-        ours = AsBytes().wrap(own)
+        ours = (want := AsBytes()).wrap(own)
         for plain, fast in zip(load(own), load(ours), strict=True):
-            assert torch.equal(ours.finish(fast)[0], plain[0])
-        assert ours.evidence() == {"byte_batches": bytes_came}
+            assert torch.equal(want.finish(fast)[0], plain[0])
+        assert want.evidence() == {"byte_batches": bytes_came}
 
 
 def test_workers_and_pickles_keep_the_mark(folder: Path) -> None:
     own = datasets.ImageFolder(folder, v1.Compose([v1.CenterCrop(20), v1.ToTensor()]))
-    ours = pickle.loads(pickle.dumps(AsBytes().wrap(own)))
+    ours = pickle.loads(pickle.dumps((want := AsBytes()).wrap(own)))
     assert isinstance(ours, datasets.ImageFolder) and ours.classes == own.classes and len(ours) == len(own)
     for plain, fast in zip(load(own), load(ours, num_workers=2), strict=True):
-        assert type(fast) is ByteSample and torch.equal(ours.finish(fast)[0], plain[0])
+        assert type(fast) is ByteSample and torch.equal(want.finish(fast)[0], plain[0])
 
 
 def test_marked_batches_are_found_wherever_they_are(folder: Path) -> None:
     own = datasets.ImageFolder(folder, v1.Compose([v1.CenterCrop(20), v1.ToTensor()]))
-    ours = AsBytes().wrap(own)
+    ours = (want := AsBytes()).wrap(own)
     plain, fast = load(own), load(ours)
     other = [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "name"]
-    nested = ours.finish({"a": [fast[0], other], "b": (fast[1], None)})
+    nested = want.finish({"a": [fast[0], other], "b": (fast[1], None)})
     assert torch.equal(nested["a"][0][0], plain[0][0]) and torch.equal(nested["b"][0][0], plain[1][0])
     assert nested["a"][1] is other and nested["b"][1] is None, "what is not marked is left alone"
     window = Window(fast[:2])
-    assert ours.finish(window) is window, "its batches come one by one"
-    joined = ours.finish(concatenate(fast[:2]))
+    assert want.finish(window) is window, "its batches come one by one"
+    joined = want.finish(concatenate(fast[:2]))
     assert torch.equal(joined[0], torch.cat([plain[0][0], plain[1][0]])) and len(joined[1]) == 10

@@ -1,0 +1,76 @@
+"""Pictures on a real device: floats of bytes, and batches out of a store there, have the bits of the CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fastloop.feeds.device_store.engine import make_engine
+from fastloop.feeds.images.byte_batches import AsBytes
+from tests.feeds.device_store.test_engine import TRANSFORMS
+from tests.feeds.device_store.test_wanted import ON_DEVICE
+from tests.pictures import Classifier, draw_folder
+from tests.runs import run
+
+pytest.importorskip("torchvision")
+from torchvision import datasets
+from torchvision.transforms import transforms as v1
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("name", list(TRANSFORMS))
+def test_a_store_makes_the_plain_loaders_batches(tmp_path: Path, name: str) -> None:
+    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path, 40), TRANSFORMS[name]()), batch_size=9, shuffle=True)
+    engine = make_engine(loader, torch.device("cuda"), most_bytes=2**30, workers=0)
+    torch.manual_seed(4)
+    plain = list(loader)
+    after = torch.get_rng_state()
+    torch.manual_seed(4)
+    ours = list(engine.load(int(torch.empty((), dtype=torch.int64).random_())))
+    assert torch.equal(after, torch.get_rng_state()) and len(plain) == len(ours) == 5
+    for (images, labels), (x, y) in zip(ours, plain, strict=True):
+        assert images.is_cuda and labels.is_cuda
+        assert torch.equal(images.cpu(), x) and torch.equal(labels.cpu(), y)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "resized"])
+def test_batches_are_made_without_waiting_for_the_device(tmp_path: Path, name: str) -> None:
+    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path, 40), TRANSFORMS[name]()), batch_size=8)
+    engine = make_engine(loader, torch.device("cuda"), most_bytes=2**30, workers=0)
+    list(engine.load(0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(engine.load(0))) == 5
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "v2"])
+def test_floats_of_bytes_are_the_cpus(tmp_path: Path, name: str) -> None:
+    own = datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS[name]())
+    ours = (want := AsBytes()).wrap(own)
+    for plain, fast in zip(load(own), load(ours), strict=True):
+        images, labels = want.finish(type(fast)(*(each.cuda() for each in fast)))
+        assert torch.equal(images.cpu(), plain[0]) and torch.equal(labels.cpu(), plain[1])
+
+
+def load(dataset: Any) -> list[Any]:
+    torch.manual_seed(5)
+    return list(DataLoader(dataset, batch_size=5, shuffle=True))
+
+
+@pytest.mark.parametrize("rungs", [{"prefetch": {}, "pin": {}, "workers": {"count": 2}}, ON_DEVICE], ids=str)
+def test_both_take(tmp_path: Path, rungs: dict[str, Any]) -> None:
+    transform = v1.Compose([v1.RandomCrop(20, padding=4), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    folder = datasets.ImageFolder(draw_folder(tmp_path, 40), transform)
+    ours = run(rungs, DataLoader(folder, batch_size=4, shuffle=True), Classifier, max_epochs=2, accelerator="gpu")
+    for rung in {"prefetch", "cache"} & set(rungs):
+        assert ours.verdict(rung).took, ours.verdict(rung).why
+    if "prefetch" in rungs:
+        seen = ours.seen("prefetch")
+        assert seen["byte_batches"] == 20 and seen["copied_bytes"] / seen["batches"] < 4 * 3 * 20 * 20 + 200
