@@ -44,7 +44,7 @@ class Cache:
     store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
     """shm: shared memory, for this run; disk and redis stay for later runs. device: all pictures on the device, which
     makes the batches, where these come out to the bit as from a loader without workers. auto = shm where the samples
-    fit, else disk where they fit there, else as many as fit into shm."""
+    fit, else disk if `path` says where, else as many as fit into shm."""
     size_gb: float | Literal["auto"] = "auto"
     """At most (1 GB = 10^9 bytes); auto = as much as the samples need, up to a share of what is free."""
     path: str | None = None
@@ -114,9 +114,8 @@ class Cache:
             return "redis", size
         if self.store == "disk":
             return "disk", (size or need or room["disk"]) if self.path else wanted["disk"]
-        fits_disk = need is not None and most["disk"] >= need and prefix.names_files
-        if self.store == "auto" and need is not None and most["shm"] < need and fits_disk:
-            return "disk", need
+        if self.store == "auto" and self.path and prefix.names_files and need is not None and most["shm"] < need:
+            return "disk", min(size or need, need)
         if not wanted["shm"]:
             raise NotApplicable(
                 "there is no room in shared memory; give the container --shm-size, or write store: disk"

@@ -36,6 +36,7 @@ CARD = Card(
     evidence={"images": 0},
     answers={"data_wait": 2},
     applies=lambda seen: loader(seen).get("decode_ms") is not None,
+    variants=(),  # a climb predicts a loader by the number of its processes, and here are none
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,
     loads_elsewhere=True,

@@ -67,8 +67,9 @@ def test_plan() -> None:
     left = Cache(enabled=True).plan(facts()).facts["shm_free_bytes"]
     assert left == 10**10 - size, "workers see what is left"  # type: ignore[operator]
     assert Cache(enabled=True).plan(Facts()).waits_for == "the train loader"
-    # shared memory too small: the disk, where all fits, else a share
-    assert plan(facts(shm_free_bytes=10**8))[0] == "disk"
+    # shared memory too small: the disk, if somebody says where on it; else a share
+    assert plan(facts(shm_free_bytes=10**8), path="/elsewhere")[0] == "disk"
+    assert plan(facts(shm_free_bytes=3 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
     store, size, note = plan(facts(shm_free_bytes=3 * 10**8, disk_free_bytes=10**8))
     assert (store, size) == ("shm", 240_000_000)
     assert note.endswith("; shm holds 47% of them, always the same, and the others are made each time")

@@ -357,7 +357,8 @@ def test_resume_with_weights_only(rungs: dict[str, Any], tmp_path: Path) -> None
     first.fit(Regression(torch.optim.AdamW), loader())
     first.save_checkpoint(tmp_path / "one.ckpt")
     content = torch.load(tmp_path / "one.ckpt", weights_only=True)
-    assert not any("fastloop" in str(key).lower() for key in [*content, *content.get("callbacks", {})])
+    ours = any("fastloop" in str(key).lower() for key in [*content, *content.get("callbacks", {})])
+    assert ours == ("workers" in rungs), "the place in the data, where a rung changes the loader"
     resumed = []
     for on in (True, False):
         module = Regression(torch.optim.AdamW)
