@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,7 +88,8 @@ def describe_plan(made: Plan) -> list[str]:
         return ["no rung is enabled; try --config safe"]
     lines = []
     for step in made.steps:
-        wants = [f"{key}={value}" for key, value in step.change.wants.items()]
+        settings = step.change.wants.items()  # of what loads or wraps the notes tell
+        wants = [key if dataclasses.is_dataclass(value) else f"{key}={value}" for key, value in settings]
         wants += [key for action in step.change.actions for key in action.keys]
         planned = step.status == "planned"
         does = f"{', '.join(wants)}  [{step.change.parity}]" if planned else step.reason
