@@ -8,7 +8,7 @@ Lightning offers, keeps an undo for each, and collects the evidence probes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,12 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms
-from fastloop.bridge.apply.rehearse.second_look import SecondLook
+from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
-from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.feeds.place.kept_order import Place
 from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
@@ -31,8 +30,6 @@ from fastloop.records.plan import Action, Moment, Plan, Step, Undo
 
 IN_STEPS = "second_look"
 """Among the evidence: batches with rungs and without, where somebody had to look."""
-MOST_BATCHES = 16
-"""Batches before the rehearsal whose sizes are compared with the first one's."""
 
 
 class Applier:
@@ -61,12 +58,7 @@ class Applier:
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
         self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
-        self.rehearsal: Rehearsal | None = None
-        """Still to come, or going on."""
-        self.look: SecondLook | None = None
-        """At the rungs that it kept; while it goes on."""
-        self._seen_in_steps: Mapping[str, Any] = {}
-        self._first_sizes: Sizes = {}
+        self.tries: Tries | None = None
         self._held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
         self._spared: set[str] = set()
@@ -74,8 +66,6 @@ class Applier:
         self.scaler_state: Mapping[str, Any] | None = None
         """Of mixed precision, in the checkpoint that is resumed."""
         self.place = PlaceKeeper(warn=warn, say=say)
-        self._late_conversions: list[Callable[[Any], Any]] = []
-        """For the batch that had come to the device before the rehearsal."""
         self.plan = Plan()
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
@@ -169,7 +159,13 @@ class Applier:
             hands = Hands(
                 apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say, count=count
             )
-            self.rehearsal = Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands)
+            self.tries = Tries(
+                Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands),
+                pause=self._pause_step,
+                settle=self._settle,
+                one_time=self.one_time,
+                warn=self.warn,
+            )
 
     @property
     def held(self) -> list[str]:
@@ -178,66 +174,18 @@ class Applier:
 
     def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained as the user wrote it."""
-        if self.rehearsal is not None:
-            self.rehearsal.stop_recording()
-            self._first_sizes = read_sizes([batch], {})
+        if self.tries is not None:
+            self.tries.first_batch_done(batch)
 
     def rehearse(self, batch: Any) -> None:
-        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done. Later,
-        look at those that stay once more."""
-        rehearsal, site = self.rehearsal, self._site
-        if self.look is not None and site is not None:
-            self._look_again(self.look, site, batch)
-        if rehearsal is None or site is None:
-            return
-        if len(site.changed_sizes) < MOST_BATCHES:
-            site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
-        if not rehearsal.is_due():
-            return
-        conversions = list(site.staging.conversions)
-        self.rehearsal = None
-        try:
-            with self.one_time.span("rehearsal"):
-                outcomes = rehearsal.run()
-        except FastLoopError:
-            raise
-        except Exception as error:  # ours: none of the user's code runs outside of what the rehearsal catches
-            let_through(error)
-            self.warn(f"the rehearsal failed, and its rungs are off: {_describe(error)}")
-            outcomes = [Outcome(rung=rung, fault=f"the rehearsal failed: {_describe(error)}") for rung in self._held]
-            for step in rehearsal.steps:
-                self._unapply_step(step)
-        self._held = frozenset()
-        self._late_conversions = [each for each in site.staging.conversions if each not in conversions]
-        for outcome in outcomes:
-            self._settle(outcome)
-        hands = dataclasses.replace(rehearsal.hands, unapply=self._pause_step)
-        self.look = SecondLook.after(rehearsal, outcomes, hands, self._first_sizes)
+        """Between two steps, before this batch: try rungs, or look at them once more, where that is due."""
+        if self.tries is not None:
+            self.tries.go_on(batch)
 
     @property
     def is_trying(self) -> bool:
         """Whether `rehearse` has something to do before the next batch."""
-        return self.rehearsal is not None or self.look is not None
-
-    def _look_again(self, look: SecondLook, site: LiveSite, batch: Any) -> None:
-        conversions = list(site.staging.conversions)
-        try:
-            if not look.batch_starts(batch):
-                return
-            outcomes = look.dropped
-        except Exception as error:  # ours, as above
-            let_through(error)
-            why = f"switching it in training failed: {_describe(error)}"
-            outcomes = [Outcome(rung=step.rung, fault=why, is_lasting=False) for step in look.steps]
-            for step in look.steps:
-                self._unapply_step(step)
-        finally:
-            self._late_conversions += [each for each in site.staging.conversions if each not in conversions]
-        self.look, self._seen_in_steps = None, look.seen
-        for outcome in outcomes:
-            self._evidence.pop(outcome.rung, None)
-            self._settle(outcome)
-            self.warn(f"{outcome.rung} is off from here on: {outcome.fault}")
+        return self.tries is not None and not self.tries.is_over
 
     def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """A batch goes to the device; one that a feed brought there is not moved again."""
@@ -257,15 +205,11 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
-        if self.rehearsal is not None:
-            self.rehearsal.note_batch(args)
-        if self.look is not None:
-            self.look.forward_starts()
-        if self._late_conversions and args:
-            for convert in self._late_conversions:
+        if self.tries is not None:
+            self.tries.note_batch(args)
+            for convert in self.tries.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
                 args = (batch, *args[1:])
-            self._late_conversions = []
         if self.micro is None or not args:
             return step(*args, **kwargs)
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
@@ -279,8 +223,8 @@ class Applier:
         """Lightning has run a backward."""
         if self.micro is not None:
             self.micro.after_backward()
-        if self.look is not None:
-            self.look.backward_ends()
+        if self.tries is not None:
+            self.tries.backward_ends()
 
     # -- evidence and undo ----------------------------------------------------------------------------------------
 
@@ -300,8 +244,8 @@ class Applier:
                 let_through(error)
                 found = {"unreadable": _describe(error)}
             self._evidence.setdefault(rung, {}).update(found)
-        if self._seen_in_steps:
-            return {**self._evidence, IN_STEPS: self._seen_in_steps}
+        if self.tries is not None and self.tries.seen:
+            return {**self._evidence, IN_STEPS: self.tries.seen}
         return self._evidence
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -326,10 +270,8 @@ class Applier:
 
     def end_rehearsal(self) -> None:
         """Training is over: what has not been tried by now never was on."""
-        if self.rehearsal is not None:
-            self.rehearsal.stop_recording()
-            self.rehearsal = None
-        self.look = None
+        if self.tries is not None:
+            self.tries.end()
         never = "training ended before it could be tried on the calls of the first step"
         self.refused.update(dict.fromkeys(self._held, never))
         self.plan = Plan(
@@ -421,16 +363,19 @@ class Applier:
         self._unapply_step(step)
         self._evidence[step.rung] = dict(known)
 
-    def _settle(self, outcome: Outcome) -> None:
-        """Write what came of a rung's rehearsal into the plan."""
-        step = next(each for each in self.plan.planned if each.rung == outcome.rung)
-        told = dataclasses.replace(
-            step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
-        )
-        self.plan = Plan(steps=tuple(told if other is step else other for other in self.plan.steps))
-        if outcome.fault is not None:
-            self.refused[outcome.rung] = outcome.fault
-            self._skip(told, outcome.fault, is_refusal=outcome.is_lasting)
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Write what came of the rungs that were tried into the plan."""
+        self._held = frozenset()
+        for outcome in outcomes:
+            step = next(each for each in self.plan.planned if each.rung == outcome.rung)
+            told = dataclasses.replace(
+                step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
+            )
+            self.plan = Plan(steps=tuple(told if other is step else other for other in self.plan.steps))
+            if outcome.fault is not None:
+                self._evidence.pop(outcome.rung, None)
+                self.refused[outcome.rung] = outcome.fault
+                self._skip(told, outcome.fault, is_refusal=outcome.is_lasting)
 
     def _skip(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
         """Leave a rung out; what cannot apply, and is not merely not worth it, is an error under ``strict``."""

@@ -210,7 +210,7 @@ class FastLoop(Callback):
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
-        if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.rehearsal:
+        if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.held:
             rank_zero_warn(f"fastloop: step 1 ran without {', '.join(self._applier.held)}; write rehearsal: off")
         if not self._training:
             return

@@ -1,0 +1,138 @@
+"""The rungs of a fit that are tried before they count: rehearsed after the first step, looked at in later ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
+from fastloop.bridge.apply.rehearse.second_look import SecondLook
+from fastloop.errors import FastLoopError, let_through
+from fastloop.evidence.clock.one_time import OneTime
+from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
+from fastloop.judge.rehearsal import Outcome
+from fastloop.records.plan import Step
+
+MOST_BATCHES = 16
+"""Batches before the rehearsal whose sizes are compared with the first one's."""
+
+
+class Tries:
+    """A rehearsal and the second look that follows it, between the batches of a fit.
+
+    Args:
+        rehearsal: still to come.
+        pause: undoes a rung that may come back.
+        settle: takes what came of some rungs.
+        one_time: the ledger that the rehearsal's time goes to.
+        warn: takes one line for the user that must not be missed.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        *,
+        pause: Callable[[Step], None],
+        settle: Callable[[Sequence[Outcome]], None],
+        one_time: OneTime,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._site, self._hands, self._pause, self._settle = rehearsal.site, rehearsal.hands, pause, settle
+        self._one_time, self._warn = one_time, warn
+        self._rehearsal: Rehearsal | None = rehearsal
+        self._look: SecondLook | None = None
+        """At the rungs that the rehearsal kept; while it goes on."""
+        self._first_sizes: Sizes = {}
+        self._late: list[Callable[[Any], Any]] = []
+        """Conversions of batches, for the one that had come to the device before its rung came."""
+        self.seen: Mapping[str, Any] = {}
+        """Batches with rungs and without, where somebody had to look."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do between batches."""
+        return self._rehearsal is None and self._look is None
+
+    def note_batch(self, batch: Any) -> None:
+        """A training step begins with this batch."""
+        if self._rehearsal is not None:
+            self._rehearsal.note_batch(batch)
+        if self._look is not None:
+            self._look.forward_starts()
+
+    def take_late_conversions(self) -> list[Callable[[Any], Any]]:
+        """What is still to be done to the batch that a training step begins with."""
+        late, self._late = self._late, []
+        return late
+
+    def first_batch_done(self, batch: Any) -> None:
+        """The first batch was trained as the user wrote it."""
+        if self._rehearsal is not None:
+            self._rehearsal.stop_recording()
+            self._first_sizes = read_sizes([batch], {})
+
+    def backward_ends(self) -> None:
+        """A backward pass has run."""
+        if self._look is not None:
+            self._look.backward_ends()
+
+    def go_on(self, batch: Any) -> None:
+        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done. Later,
+        look at those that stay once more."""
+        before = list(self._site.staging.conversions)
+        try:
+            if self._look is not None:
+                self._look_again(self._look, batch)
+            elif self._rehearsal is not None:
+                self._rehearse(self._rehearsal, batch)
+        finally:
+            self._late += [each for each in self._site.staging.conversions if each not in before]
+
+    def _rehearse(self, rehearsal: Rehearsal, batch: Any) -> None:
+        if len(self._site.changed_sizes) < MOST_BATCHES:
+            self._site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
+        if not rehearsal.is_due():
+            return
+        self._rehearsal = None
+        try:
+            with self._one_time.span("rehearsal"):
+                outcomes = rehearsal.run()
+        except FastLoopError:
+            raise
+        except Exception as error:  # ours: none of the user's code runs outside of what the rehearsal catches
+            why = f"the rehearsal failed: {describe(error)}"
+            self._warn(f"its rungs are off: {why}")
+            outcomes = self._drop(rehearsal.steps, why, is_lasting=True)
+        self._settle(outcomes)
+        hands = dataclasses.replace(self._hands, unapply=self._pause)
+        self._look = SecondLook.after(rehearsal, outcomes, hands, self._first_sizes)
+
+    def _look_again(self, look: SecondLook, batch: Any) -> None:
+        try:
+            if not look.batch_starts(batch):
+                return
+            outcomes = look.dropped
+        except Exception as error:  # ours, as above
+            outcomes = self._drop(look.steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
+        self._look, self.seen = None, look.seen
+        self._settle(outcomes)
+        for outcome in outcomes:
+            self._warn(f"{outcome.rung} is off from here on: {outcome.fault}")
+
+    def _drop(self, steps: Sequence[Step], why: str, *, is_lasting: bool) -> list[Outcome]:
+        for step in steps:
+            self._hands.unapply(step)
+        return [Outcome(rung=step.rung, fault=why, is_lasting=is_lasting) for step in steps]
+
+    def end(self) -> None:
+        """Training is over."""
+        if self._rehearsal is not None:
+            self._rehearsal.stop_recording()
+        self._rehearsal = self._look = None
+
+
+def describe(error: Exception) -> str:
+    """One of ours, in one line."""
+    let_through(error)
+    return f"{type(error).__name__}: {error}"
