@@ -24,8 +24,8 @@ from fastloop.records.readings import is_worth_handing_over, loader
 
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Of what is free. Files in shared memory are memory, which the training needs too."""
-LEAST_SHARE = 0.1
-"""`auto` keeps no smaller share of the samples: it would save no more of the loading than that."""
+LEAST_SHARE = 0.5
+"""Without a size, no smaller share of the samples is kept: that memory holds more of the files, which are smaller."""
 CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",

@@ -69,11 +69,11 @@ def test_plan() -> None:
     assert Cache(enabled=True).plan(Facts()).waits_for == "the train loader"
     # shared memory too small: the disk, if somebody says where on it; else a share
     assert plan(facts(shm_free_bytes=10**8), path="/elsewhere")[0] == "disk"
-    assert plan(facts(shm_free_bytes=3 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
-    store, size, note = plan(facts(shm_free_bytes=3 * 10**8, disk_free_bytes=10**8))
-    assert (store, size) == ("shm", 240_000_000)
-    assert note.endswith("; shm holds 47% of them, always the same, and the others are made each time")
-    assert plan(facts(memory_free_bytes=4 * 10**8, disk_free_bytes=0))[1] == 2 * 10**8, "shared memory is memory"
+    assert plan(facts(shm_free_bytes=4 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
+    store, size, note = plan(facts(shm_free_bytes=4 * 10**8, disk_free_bytes=10**8))
+    assert (store, size) == ("shm", 320_000_000)
+    assert note.endswith("; shm holds 62% of them, always the same, and the others are made each time")
+    assert plan(facts(memory_free_bytes=8 * 10**8, disk_free_bytes=0))[1] == 4 * 10**8, "shared memory is memory"
     # what was written stands
     assert plan(facts(), size_gb=0.01)[1] == 10**7
     assert plan(facts(max_epochs=1), store="disk")[:2] == ("disk", size_of(plan(facts())))
