@@ -266,7 +266,7 @@ def test_workers_keep_the_same_order(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_undo(folder: Path, raises: bool, offspring: Callable[[], list[psutil.Process]]) -> None:
+def test_undo(folder: Path, raises: bool, newborns: Callable[[], list[psutil.Process]]) -> None:
     run(DALI, load(folder), Sees, max_epochs=1)  # what stays for good is there now
     threads = psutil.Process().num_threads()
 
@@ -296,7 +296,7 @@ def test_undo(folder: Path, raises: bool, offspring: Callable[[], list[psutil.Pr
     module.broken = False
     trainer.fit(module, loader)
     assert dict(vars(loader)) == before and trainer.train_dataloader is loader
-    assert psutil.Process().num_threads() <= threads and not offspring()
+    assert psutil.Process().num_threads() <= threads and not newborns()
 
 
 def test_workers_of_evaluation_beside_it(folder: Path) -> None:
