@@ -48,6 +48,8 @@ class ClimbState:
     """A step is one micro-batch, and no rung regroups batches."""
     launch_bound: bool | None = None
     """The device waits for launches; None: not measured."""
+    image_files: bool = False
+    """The samples are made of image files."""
     gaps_count: bool = False
     """Starting workers anew for each epoch takes a share of the step that is worth saving."""
     recount: bool = False
@@ -65,9 +67,9 @@ class Variant:
     """Tells it from the rung's other variants; empty: the plain one."""
     settings: tuple[Settings, ...] = ({},)
     """Its fields besides ``enabled``, the likeliest first; none where they are searched for."""
-    changes: Literal["replayed", "loader", "gap"] = "replayed"
+    changes: Literal["replayed", "loader", "gap", "engine"] = "replayed"
     """The cost that it changes, and so the trial that predicts it: the step on replayed batches, loading, or the gap
-    between epochs, which needs no trial."""
+    between epochs, which needs no trial. What loads in the loader's place is not predicted, but screened at once."""
     every: bool = True
     """Predict with all settings and take the best; else take the first that runs (a micro-batch that fits)."""
     tune: bool = False

@@ -11,13 +11,14 @@ Source          https://docs.nvidia.com/deeplearning/dali/user-guide/docs/
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle
+from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle, is_installed
 from fastloop.feeds.dali.planned import DaliEngine
-from fastloop.records.card import Card
+from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import RANDOM, ImageFacts
 from fastloop.records.measurement import Measurement
@@ -30,13 +31,20 @@ share. No measurement decides yet; fewer CPUs are taken to be too few."""
 MIXED_THREADS = 4
 """These kept the GPU's decoder busy: 22,026 images/s, beside 24,278 with more."""
 
+
+def _variants(state: ClimbState) -> Iterator[Variant]:
+    """DALI in the loader's place, where the samples are image files and it is there."""
+    if state.image_files and is_installed():
+        yield Variant(changes="engine")
+
+
 CARD = Card(
     family="feed",
     does="DALI decodes image files outside of Python, and only the part of each that is used",
     evidence={"images": 0},
     answers={"data_wait": 2},
     applies=lambda seen: loader(seen).get("decode_ms") is not None,
-    variants=(),  # a climb predicts a loader by the number of its processes, and here are none
+    variants=_variants,
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,
     loads_elsewhere=True,

@@ -68,6 +68,8 @@ class Machine:
     crowding: float = 1.0
     """Beside workers, computing takes so much longer than without."""
     own_workers: int = 0
+    engine_ms: float | None = None
+    """What decodes in the loader's place, beside the training; None: the samples are no image files."""
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
 
@@ -80,6 +82,8 @@ class Machine:
 
     def loader_ms(self, stack: Stack) -> float:
         workers = self.workers(stack)
+        if self.has("dali", stack) and self.engine_ms is not None:
+            return self.engine_ms
         return self.decode_ms / min(workers, 12) if workers else self.decode_ms
 
     def step_ms(self, stack: Stack, variation: str) -> float:
@@ -95,7 +99,7 @@ class Machine:
         if variation != "as_it_is":
             return rest
         loader = self.loader_ms(stack)
-        if self.workers(stack):
+        if self.workers(stack) or self.has("dali", stack):
             return max(self.crowding * rest, self.contention * loader)
         return max(rest, loader + self.host_ms)
 

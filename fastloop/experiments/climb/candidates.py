@@ -78,6 +78,8 @@ class Start:
     """Samples of a loader batch on one rank."""
     rank_batch: int | None = None
     """Samples of an optimizer step on one rank."""
+    image_files: bool = False
+    """The samples are made of image files."""
 
     @property
     def batches_per_step(self) -> float:
@@ -135,6 +137,7 @@ def climb_state(known: Position) -> ClimbState:
         rank_batch=start.rank_batch,
         one_backward=start.batches_per_step == 1 and not regroups(known.stack),
         launch_bound=costs.launch_bound,
+        image_files=start.image_files,
         gaps_count=known.pct(costs.gap_ms) >= WORTH_PCT,
         recount=_is_recount_due(known),
         stack=known.stack,

@@ -66,6 +66,8 @@ class Result:
     """Rungs that had no effect, those included."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Rungs that the plan would leave out, as far as this training shows, and why."""
+    image_files: bool = False
+    """The samples are made of image files."""
     classes: Mapping[str, Parity] = field(default_factory=dict)
     """Parity class by rung."""
     trial: Trial | None = None
@@ -158,6 +160,7 @@ def read_result(trial: Trial) -> Result:
         fill_read=answer.fill_read,
         classes={step.rung: step.change.parity for step in plan.steps},
         refused=find_refusals(found),
+        image_files=loader.get("decode_ms") is not None,
         skipped={**skipped, **answer.inactive},
         inactive={verdict.rung: verdict.why for verdict in verdicts if verdict.took is False},
     )

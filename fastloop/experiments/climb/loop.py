@@ -149,6 +149,7 @@ class Climb:
             self.start,
             on_cuda=naive.device == "cuda",
             refused=naive.refused,
+            image_files=naive.image_files,
             micro_batch=naive.micro_batch,
             rank_batch=rank_batch,
         )

@@ -103,13 +103,15 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
     if candidate.way.changes == "gap":
         then = costs.but(outside_ms=costs.outside_ms - costs.gap_ms, gap_ms=0.0)
         return Prediction(patch=settings, then=then, saved_ms=predict_saved_ms(costs, then), start_s=context.start_s)
+    first_start_s = max(card.first_start_s for rung, card in cards().items() if rung in settings["rungs"])
+    if candidate.way.changes == "engine":
+        return Prediction(patch=settings, start_s=context.start_s + first_start_s)
     stack, expected = apply_patch(known.stack, settings), costs.replayed_ms or costs.now_ms
     variation: Variation = candidate.way.changes
     took = context.choose_length(expected, expected, {}, 0)
     if costs.beside:  # workers with nothing to load would leave the training thread more of the CPUs than it will have
         variation, expected = "as_it_is", costs.now_ms
         took = context.choose_length(expected, expected, stack, costs.workers, fill_read=True)
-    first_start_s = max(card.first_start_s for rung, card in cards().items() if rung in settings["rungs"])
     need_s = took.seconds(expected, context.start_s) + first_start_s
     result = context.runner.run(
         at,

@@ -12,6 +12,7 @@ from fastloop.experiments.climb.candidates import Candidate, make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.judge import parity
 from fastloop.judge.statistics import Pool
+from fastloop.records.card import Variant
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.plan import Parity
 from fastloop.records.store import to_json
@@ -90,6 +91,17 @@ def test_what_is_predicted_to_save_too_little_is_not_screened() -> None:
 def test_a_crash_names_its_cause() -> None:
     found = tried(SimulatedRunner(Machine(crashes={"amp": "CUDA error"})), AMP)
     assert found.ended == "crashed" and found.why == "CUDA error"
+
+
+def test_an_engine_is_screened_without_a_prediction() -> None:
+    way = Variant(changes="engine")
+    candidate = Candidate(rung="dali", key="dali", patches=(make_patch("dali"),), way=way)
+    runner = SimulatedRunner(Machine(engine_ms=100))
+    row = tried(runner, candidate, alone=True)
+    assert row.kept and row.predicted_saved_ms is None and row.measured_saved_ms == pytest.approx(740 - 140, rel=0.05)
+    assert not [at for at in runner.ran if "predict" in at] and "01-x/screen-1-base" in runner.ran
+    slow = tried(SimulatedRunner(Machine(engine_ms=900)), candidate, alone=True)
+    assert not slow.kept and slow.ended == "not_faster"
 
 
 def test_a_rung_without_effect_gets_no_credit() -> None:

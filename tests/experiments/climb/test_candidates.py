@@ -11,6 +11,7 @@ from fastloop.experiments.climb.candidates import Candidate, Position, Start, ch
 from fastloop.records.card import Stack
 from fastloop.records.climb import Attempt, Costs
 from fastloop.records.experiment import Outcome
+from fastloop.rungs import dali
 
 GPU = Start(on_cuda=True, micro_batch=64, rank_batch=256)
 WAITS = Costs(now_ms=743, replayed_ms=130, resident_ms=120, loader_ms=700)
@@ -150,6 +151,18 @@ def test_a_loader_with_workers_keeps_its_number() -> None:
     found = choice(WAITS.but(workers=4), start=Start(on_cuda=True, refused={"workers": "already has 4 workers"}))
     assert isinstance(found, Candidate) and found.rung == "workers" and found.refused
     assert "already has 4 workers" in found.refused
+
+
+def test_an_engine_for_image_files_is_screened_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dali, "is_installed", lambda: True)
+    files = dataclasses.replace(GPU, image_files=True)
+    found = choice(WAITS, start=files)
+    assert isinstance(found, Candidate) and found.key == "dali" and found.way.changes == "engine"
+    assert key(choice(WAITS, row("dali", "not_faster"), start=files)) == "workers"
+    assert key(choice(WAITS, row("dali", "parity"), start=files)) == "workers"
+    assert key(choice(WAITS)) == "workers", "no image files"
+    monkeypatch.setattr(dali, "is_installed", lambda: False)
+    assert key(choice(WAITS, start=files)) == "workers"
 
 
 def test_workers_are_counted_anew_once_more_is_asked_of_them() -> None:
