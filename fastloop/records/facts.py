@@ -1,4 +1,4 @@
-"""fastloop.records.facts: SPLIT."""
+"""What a plan may look at: the machine, the run, the model and its train loader. Free of torch and Lightning."""
 
 from __future__ import annotations
 
