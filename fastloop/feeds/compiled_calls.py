@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -15,6 +16,11 @@ from fastloop.errors import let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import Budget, Sizes
+from fastloop.records.plan import Undo
+
+GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+"""Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
+``meta["example_value"]``; what the pass adds needs none."""
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
@@ -32,6 +38,8 @@ class CompiledCall:
         codes: code objects by class and shapes of a module; filled here, one dictionary for all modules of a fit.
         dynamic: None: what is seen to vary; True: every dimension; False: none.
         is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
+        mode: of torch.compile, or eager: graphs run as the passes leave them.
+        passes: what changes the graphs, in this order.
 
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
@@ -49,6 +57,7 @@ class CompiledCall:
         mode: str,
         dynamic: bool | None,
         is_tried: Callable[[], bool] = lambda: False,
+        passes: Sequence[GraphPass] = (),
     ) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not is_compiling():  # no graph holds this line: reached, it says that none fitted
@@ -69,7 +78,10 @@ class CompiledCall:
         # object, and with it their graphs; all others, and every later fit, get one of their own.
         alike = (type(module), *(parameter.shape for parameter in module.parameters()))
         call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
-        self.compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
+        how: Any = {"mode": None if mode == "default" else mode}
+        if passes or mode == "eager":
+            how = {"backend": _Passing(mode, tuple(passes))}
+        self.compiled = torch.compile(call, dynamic=dynamic, **how)
 
     @property
     def spent(self) -> str:
@@ -169,6 +181,41 @@ class CompiledCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
+
+
+def put_in(calls: Sequence[CompiledCall]) -> Undo:
+    """Let these modules be called by way of their compiled functions; undone, they are called as they were before."""
+    before = [vars(call.module).get("_compiled_call_impl") for call in calls]
+    for call in calls:
+        call.module._compiled_call_impl = call
+
+    def undo() -> None:
+        for call, earlier in zip(calls, before, strict=True):
+            if vars(call.module).get("_compiled_call_impl") is not call:
+                continue
+            del call.module._compiled_call_impl
+            if earlier is not None:
+                call.module._compiled_call_impl = earlier
+
+    return undo
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """What torch.compile hands each graph to: Inductor, after the passes. Those that are equal share their graphs."""
+
+    mode: str
+    passes: tuple[GraphPass, ...]
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        for each in self.passes:
+            graph = each(graph)
+        if self.mode == "eager":
+            return graph.forward
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, config_patches=list_mode_options(self.mode))
 
 
 def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:

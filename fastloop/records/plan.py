@@ -67,6 +67,11 @@ class Site(Protocol):
         """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
 
     @property
+    def graph_passes(self) -> list[Callable[[Any], Any]]:
+        """What changes each captured graph before it is compiled, see ``feeds/compiled_calls.py``. A rung adds its own
+        and takes it out in its undo; compiles that come later have them."""
+
+    @property
     def groups(self) -> Any:
         """How many of the user's batches a call holds, see ``feeds/batch_norm/groups.py``."""
 

@@ -106,26 +106,22 @@ class Compile:
         )
 
     def _compile(self, site: Site) -> Applied:
-        from fastloop.feeds.compiled_calls import CompiledCall, sum_up
+        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
 
         before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
         modules = {name: site.module.get_submodule(name) for name in site.facts.compile_targets}
         dynamic = None if self.dynamic == "auto" else self.dynamic
         how: Any = {"mode": self.mode, "dynamic": dynamic, "is_tried": lambda: bool(site.recorded)}
+        how["passes"] = site.graph_passes
         calls = [CompiledCall(module, name, codes, **how) for name, module in modules.items()]
         for name, call in zip(modules, calls, strict=True):
             for args, kwargs in site.recorded.get(name, ()):
                 call.note_shapes(args, kwargs, site.changed_sizes)
-            call.module._compiled_call_impl = call
-
-        def undo() -> None:
-            for call in calls:
-                vars(call.module).pop("_compiled_call_impl", None)
 
         def probe() -> Mapping[str, Any]:
             return {**dynamo_graphs.count_since(before), **sum_up(calls)}
 
-        return Applied(undo=undo, probe=probe)
+        return Applied(undo=put_in(calls), probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when at least one graph was captured and no module fell back to eager."""

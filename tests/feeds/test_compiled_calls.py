@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastloop.feeds import call_shapes
-from fastloop.feeds.compiled_calls import CompiledCall
+from fastloop.feeds.compiled_calls import CompiledCall, put_in
 
 really_compile = torch.compile
 Call = Callable[..., torch.Tensor]
@@ -381,3 +381,51 @@ def test_kinds_of_calls_have_graphs_of_their_own() -> None:
     assert call.graphs == 3 and not call.spent and call.failure == ""
     assert sum(budget.eager for budget in call.budgets.values()) == 0
     assert len(call.budgets) == 4
+
+
+def double_tanh(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A pass that changes what a graph computes, so that it can be seen."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.tanh:
+            with graph.graph.inserting_after(node):
+                twice = graph.graph.call_function(torch.mul, (node, 2.0))
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
+    graph.recompile()
+    return graph
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_passes_change_graphs_before_they_are_compiled(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", really_compile)
+    seen: list[Any] = []
+
+    def change(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        seen.append(graph)
+        return double_tanh(graph)
+
+    class Doubled(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last((2.0 * torch.tanh(self.first(x))).mean(dim=1))
+
+    modules, codes = [Net(), Net()], dict[Any, Any]()
+    calls = [CompiledCall(module, "net", codes, mode=mode, dynamic=None, passes=[change]) for module in modules]
+    before = dict(vars(modules[0]))
+    undo = put_in(calls)
+    for module in modules:
+        torch.testing.assert_close(run(module, batch(7)), run(Doubled(), batch(7)))
+    assert sum(call.graphs for call in calls) == 1, "alike modules have one graph"
+    assert len(seen) == 1 and not calls[0].failure
+    undo()
+    assert vars(modules[0]) == before
+
+
+def test_undo_leaves_what_was_put_in_before() -> None:
+    module = Net()
+    below, above = (CompiledCall(module, "net", {}, mode="eager", dynamic=None) for _ in range(2))
+    take_below = put_in([below])
+    take_above = put_in([above])
+    take_above()
+    assert vars(module)["_compiled_call_impl"] is below
+    take_below()
+    take_above()  # harmless when called twice
+    assert "_compiled_call_impl" not in vars(module)

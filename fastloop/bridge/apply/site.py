@@ -26,6 +26,7 @@ class LiveSite:
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
         self.groups = BatchGroups()
+        self.graph_passes: list[Callable[[Any], Any]] = []
         self._notes: list[Callable[[], None]] = []
 
     @property
