@@ -53,10 +53,10 @@ KEYS: dict[str, Any] = {
             "batch_norm": "groups",
             "loss_is_mean": False,
         },
-        "amp": {"enabled": False, "mode": "bf16-mixed"},
+        "amp": {"enabled": False, "mode": "bf16-mixed", "keep_fp32": (), "cache_weights": False},
         "layout": {"enabled": False},
         "fused": {"enabled": False},
-        "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "pay_back": "auto"},
+        "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "scope": "auto", "pay_back": "auto"},
         "overlap": {
             "enabled": False,
             "gradient_as_bucket_view": True,
