@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import importlib.metadata
 import inspect
+import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
