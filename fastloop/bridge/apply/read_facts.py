@@ -342,5 +342,6 @@ def _is_compiled(module: Any) -> bool:
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
         or getattr(module, "_compiler_ctx", None) is not None  # so Lightning marks trainer.fit(torch.compile(module))
     )
