@@ -106,7 +106,7 @@ class Amp:
                 put_back()
 
         try:
-            undos += [keep_in_float32(site.module, name, site.device.type, called) for name in self.keep_fp32]
+            undos += [keep_in_float32(site.module, name, site.device.type, called.add) for name in self.keep_fp32]
         except NotApplicable:
             undo()
             raise

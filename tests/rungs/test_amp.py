@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,6 +373,16 @@ def test_losses_are_kept_in_float32_by_name(name: str, took: bool, why: str) -> 
     expected = torch.float32 if name != "other_loss" else torch.bfloat16
     assert module.dtype_inside == expected and name not in vars(module)
     assert type(trainer.precision_plugin) is Precision
+
+
+def test_what_is_kept_is_seen_although_it_is_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rehearsal calls it outside of compiled code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    rungs = {"amp": {"enabled": True, "keep_fp32": ["net.3"]}, "compile": {"enabled": True}}
+    watcher = FastLoop({"rungs": rungs, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(seeded(), models.loader())
+    assert verdict(watcher, "compile").took is True
+    assert verdict(watcher, "amp").why.endswith("torch.bfloat16, those of net.3 in torch.float32")
 
 
 class Casts(TorchDispatchMode):
