@@ -190,6 +190,8 @@ def test_repeated_blocks_stand_together_by_their_shapes() -> None:
     module.net = torch.nn.ModuleDict({"stack": torch.nn.Sequential(net, torch.nn.Sequential(net[0], net[0]))})
     assert facts(module).repeated_blocks == (("net.stack.0.1.0", "net.stack.0.1.1"), ("net.stack.0.1.2",))
     assert facts().repeated_blocks == ()
+    module.net = torch.nn.ModuleList([block(2), block(2)])  # which the module calls one by one
+    assert facts(module).repeated_blocks == (("net.0", "net.1"),)
 
 
 class Draws(Dataset[Any]):
