@@ -235,6 +235,15 @@ def test_blocks_where_the_model_cannot_pay_back(backend: list[str], monkeypatch:
     assert (whole.count("torch.tanh"), blocks.count("torch.tanh"), none) == (9, 1, "too dear")
 
 
+@pytest.mark.parametrize(("sizes", "graphs"), [([9, 5, 6, 4], 1), ([9, 9, 9, 9, 5, 6, 4, 5, 6, 4], 2)])
+def test_blocks_follow_sizes_that_the_first_batches_show(sizes: list[int], graphs: int, backend: list[str]) -> None:
+    """A rehearsal records calls of the whole model only. The control: sizes that vary later have their own graph."""
+    settings = {"compile": {"enabled": True, "scope": "blocks"}}
+    watcher = FastLoop({"rungs": settings, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(seeded(Deep), of_sizes(2 * sizes))
+    assert verdict(watcher, "compile").took is True and len(backend) == graphs
+
+
 def test_the_module_itself_has_a_name_in_the_plan() -> None:
     change = Compile(enabled=True).plan(Facts(compiler="g++", compile_targets=("",)))
     assert change.notes == ("compiles the module's own forward",)
