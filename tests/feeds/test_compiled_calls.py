@@ -452,6 +452,25 @@ def test_passes_change_graphs_before_they_are_compiled(mode: str, monkeypatch: p
     assert vars(modules[0]) == before
 
 
+@pytest.mark.parametrize("passes", [(), (double_tanh,)])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_gpus_kernels_are_timed_in_another_process(
+    passes: Any, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each compile of these modes, with and without passes; Inductor is not asked here."""
+    monkeypatch.setattr(torch, "compile", really_compile)
+    seen: list[dict[str, Any]] = []
+
+    def take(graph: Any, _inputs: Any, config_patches: Any) -> Any:
+        seen.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", take)
+    put_in([CompiledCall(net := Net(), "net", {}, mode="max-autotune-no-cudagraphs", dynamic=None, passes=passes)])
+    run(net, batch(7))
+    assert [(each["autotune_in_subproc"], each["max_autotune"]) for each in seen] == [(torch.cuda.is_available(), True)]
+
+
 def test_undo_leaves_what_was_put_in_before() -> None:
     module = Net()
     below, above = (CompiledCall(module, "net", {}, mode="eager", dynamic=None) for _ in range(2))
