@@ -137,62 +137,19 @@ def normalize_groups(
     """
     if x.numel() == groups * x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-    output, means, variances = NormalizedGroups.apply(x, weight, bias, eps, groups)  # type: ignore[no-untyped-call]
-    return output, means, variances
-
-
-class NormalizedGroups(torch.autograd.Function):
-    """`normalize_groups` with its backward written out: both of its sums are then taken in one pass over the memory.
-    What autograd derives sums four times, over each group and over all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, groups: int) -> Any:
-        """As `normalize_groups`; means and variances have no gradient."""
-        parts, over = _part(x, groups), _list_summed(x)
-        wide = _widen(parts)
-        variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
-        scale = torch.rsqrt(variances + eps)
-        output = (wide - means) * scale
-        if weight is not None:
-            output = output * _spread(weight, parts)
-        if bias is not None:
-            output = output + _spread(bias, parts)
-        means_2d, variances_2d = means.view(groups, -1), variances.view(groups, -1)
-        ctx.save_for_backward(x, weight, means, scale)
-        ctx.bias_type = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(means_2d, variances_2d)
-        return output.to(x.dtype).flatten(0, 1), means_2d, variances_2d
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
-        """Of `x`, `weight` and `bias`. Source: Ioffe and Szegedy, 2015, section 3; native_batch_norm_backward."""
-        x, weight, means, scale = ctx.saved_tensors
-        groups, over = means.shape[0], _list_summed(x)
-        values = x.numel() // means.numel()
-        slope, centered = _widen(_part(gradient, groups)), _widen(_part(x, groups)) - means
-        total = slope.sum(over, keepdim=True)
-        aligned = (slope * centered).sum(over, keepdim=True) * scale
-        of_x = (slope - total / values - centered * (scale * aligned / values)) * scale
-        of_weight = of_bias = None
-        if weight is not None:
-            of_x = of_x * _spread(weight, of_x)
-            of_weight = aligned.view(groups, -1).sum(0).to(weight.dtype)
-        if ctx.bias_type is not None:
-            of_bias = total.view(groups, -1).sum(0).to(ctx.bias_type)
-        return of_x.to(x.dtype).flatten(0, 1), of_weight, of_bias, None, None
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _spread(of_channels: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    return of_channels.view(1, 1, -1, *[1] * (parts.dim() - 3))
-
-
-def _list_summed(x: torch.Tensor) -> list[int]:
-    """The dimensions of `_part(x, groups)` over which there are statistics."""
-    return [1, *range(3, x.dim() + 1)]
+    parts = _part(x, groups)
+    over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
+    wide = parts.float() if x.dtype in (torch.float16, torch.bfloat16) else parts
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    # Weight and bias meet the pixels as tensors [groups, channels]. So all sums of the backward are over the same
+    # dimensions, and Inductor takes them in one pass over the memory; [channels] would ask for sums over all rows, too.
+    scale = torch.rsqrt(variances + eps)
+    if weight is not None:
+        scale = scale * weight.view(-1, *[1] * (x.dim() - 2))
+    output = (wide - means) * scale
+    if bias is not None:
+        output = output + bias.view(-1, *[1] * (x.dim() - 2)).expand(means.shape)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
 def _part(x: torch.Tensor, groups: int) -> torch.Tensor:
