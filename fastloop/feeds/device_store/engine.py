@@ -85,12 +85,12 @@ class DeviceEngine:
         heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
         if self.recipe.resized is None:
             placed = draw(self.recipe.drawings, heights, widths)
-            images = self.pictures.cut(samples, placed, self.size, self.fill)
+            images = self.recipe.to_floats(self.pictures.cut(samples, placed, self.size, self.fill))
         else:
             flips = [each.step for each in self.recipe.drawings if isinstance(each.step, RandomHorizontalFlip)]
             parts, mirrored = draw_parts(self.recipe.resized, flips, heights, widths)
-            images = self.pictures.resize(samples, parts, mirrored, self.size)
-        return [self.recipe.to_floats(images), self.pictures.find_labels(samples)]
+            images = self.pictures.resize(samples, parts, mirrored, self.size, self.recipe.to_floats)
+        return [images, self.pictures.find_labels(samples)]
 
     def evidence(self) -> Mapping[str, Any]:
         """Batches made, and what they were made of."""
