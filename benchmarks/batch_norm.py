@@ -3,10 +3,10 @@
     python benchmarks/batch_norm.py [--groups 4] [--steps 15] [--rounds 3] [--ways ordinary,shipped]
 
 ordinary  torch's own BatchNorm over the whole batch, which is another training
-shipped   `normalize_groups`: var_mean over each group; weight and bias meet the pixels as [groups, channels]
-explicit  the same, with a backward that is written out
-shifted   as shipped, with sums of x - k and of its square in place of var_mean, where k is the group's first pixel
-derived   var_mean; weight and bias are [channels], so that there are sums over groups and over all
+shipped   `normalize_groups`: var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
+explicit  var_mean, and a backward that is written out, with two sums
+shifted   sums of x - k and of its square, where k is the group's first pixel; two sums in the backward
+derived   var_mean; weight and bias are [channels]: five sums of two shapes
 
 Forward, backward and SGD in bfloat16 autocast, channels-last. Each way has a process of its own, so that all compile at
 once; then they take turns, a block of steps each, with the device to themselves. One JSON line per way and round, then
@@ -29,16 +29,16 @@ from fastloop.feeds.batch_norm import groups as batch_norm
 
 
 def normalize_shifted(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
-    """By sums of x - k and of its square, not of x itself: that square leaves no digits where the mean is large."""
+    """By sums of what is left of a group's first pixel; not of x itself, whose square has no digits to spare."""
     parts, over = split(x, groups)
     wide = parts.float()
-    shift = wide[:, :1, :, :1, :1].detach()
-    apart, values = wide - shift, x.numel() // (groups * x.shape[1])
-    offset = apart.sum(over, keepdim=True) / values
-    variances = apart.square().sum(over, keepdim=True) / values - offset.square()
-    scale = torch.rsqrt(variances + eps) * weight.view(-1, 1, 1)
-    output = (apart - offset) * scale + bias.view(-1, 1, 1).expand(offset.shape)
-    return output.to(x.dtype).flatten(0, 1), (offset + shift).view(groups, -1), variances.view(groups, -1)
+    first = wide[:, :1, :, :1, :1].detach()
+    rest, values = wide - first, x.numel() // (groups * x.shape[1])
+    offsets = rest.sum(over, keepdim=True) / values
+    variances = rest.square().sum(over, keepdim=True) / values - offsets.square()
+    scale, still = torch.rsqrt(variances + eps) * weight.view(-1, 1, 1), offsets.detach()
+    output = (rest - still) * scale + ((still - offsets) * scale + bias.view(-1, 1, 1))  # a zero with a gradient
+    return output.to(x.dtype).flatten(0, 1), (first + offsets).view(groups, -1), variances.view(groups, -1)
 
 
 def normalize_derived(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
