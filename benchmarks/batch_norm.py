@@ -3,9 +3,9 @@
     python benchmarks/batch_norm.py [--groups 4] [--steps 15] [--rounds 3] [--ways ordinary,shipped]
 
 ordinary  torch's own BatchNorm over the whole batch, which is another training
-shipped   `normalize_groups`: var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
+shipped   `normalize_groups`: shifted sums; two sums in the backward
 explicit  var_mean, and a backward that is written out, with two sums
-shifted   sums of x - k and of its square, where k is the group's first pixel; two sums in the backward
+gathered  var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
 derived   var_mean; weight and bias are [channels]: five sums of two shapes
 
 Forward, backward and SGD in bfloat16 autocast, channels-last. Each way has a process of its own, so that all compile at
@@ -28,17 +28,14 @@ from torch.nn import functional as F
 from fastloop.feeds.batch_norm import groups as batch_norm
 
 
-def normalize_shifted(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
-    """By sums of what is left of a group's first pixel; not of x itself, whose square has no digits to spare."""
+def normalize_gathered(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
+    """Weight and bias as [groups, channels]."""
     parts, over = split(x, groups)
     wide = parts.float()
-    first = wide[:, :1, :, :1, :1].detach()
-    rest, values = wide - first, x.numel() // (groups * x.shape[1])
-    offsets = rest.sum(over, keepdim=True) / values
-    variances = rest.square().sum(over, keepdim=True) / values - offsets.square()
-    scale, still = torch.rsqrt(variances + eps) * weight.view(-1, 1, 1), offsets.detach()
-    output = (rest - still) * scale + ((still - offsets) * scale + bias.view(-1, 1, 1))  # a zero with a gradient
-    return output.to(x.dtype).flatten(0, 1), (first + offsets).view(groups, -1), variances.view(groups, -1)
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    scale = torch.rsqrt(variances + eps) * weight.view(-1, 1, 1)
+    output = (wide - means) * scale + bias.view(-1, 1, 1).expand(means.shape)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
 def normalize_derived(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
@@ -90,7 +87,7 @@ WAYS: dict[str, Any] = {
     "ordinary": None,
     "shipped": batch_norm.normalize_groups,
     "explicit": normalize_explicit,
-    "shifted": normalize_shifted,
+    "gathered": normalize_gathered,
     "derived": normalize_derived,
 }
 
