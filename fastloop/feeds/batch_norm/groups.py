@@ -21,7 +21,7 @@ KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 MOST_MIXED = 0.3
 """Of the spread of a layer's means over the batches: by so much may they differ, apart and together. Rounding leaves
 1e-2 in bfloat16; rows in any other order differ by about 1."""
-NEAR = 4
+NEAR = 2
 """Values of a group, of as many rows, whose mean is taken for a guess of its mean. Inductor sums up to 7 in place."""
 ROUNDING = 1e-3
 """Of a layer's mean magnitude: what is smaller is rounding, however alike the batches are."""
