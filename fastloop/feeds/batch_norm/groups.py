@@ -21,8 +21,9 @@ KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 MOST_MIXED = 0.3
 """Of the spread of a layer's means over the batches: by so much may they differ, apart and together. Rounding leaves
 1e-2 in bfloat16; rows in any other order differ by about 1."""
-NEAR = 2
-"""Values of a group, of as many rows, whose mean is taken for a guess of its mean. Inductor sums up to 7 in place."""
+NEAR = 3
+"""Values of a group, of as many rows, whose mean is a guess of its mean. With more, Inductor writes the difference of
+all values and that guess to memory (realize_reads_threshold)."""
 ROUNDING = 1e-3
 """Of a layer's mean magnitude: what is smaller is rounding, however alike the batches are."""
 
@@ -155,13 +156,13 @@ def normalize_groups(
     if weight is not None:
         scale = scale * _spread(weight, x)
     # A zero hands on the mean's gradient. So the backward has two sums, over the same dimensions, which Inductor takes
-    # in one pass over the memory. `rest - offsets` would ask for another, and weights [channels] for sums over all.
-    still = offsets.detach()
-    shift = (still - offsets) * scale
+    # in one pass over the memory. A mean with a gradient would ask for another, and weights [channels] for sums over all.
+    shift = (offsets.detach() - offsets) * scale
     if bias is not None:
         shift = shift + _spread(bias, x)
-    output = (rest - still) * scale + shift
-    return output.to(x.dtype).flatten(0, 1), (near + offsets).view(groups, -1), variances.view(groups, -1)
+    means = near + offsets.detach()
+    output = (wide - means) * scale + shift
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
 def _spread(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
