@@ -156,7 +156,7 @@ def normalize_groups(
     if weight is not None:
         scale = scale * _spread(weight, x)
     # A zero hands on the mean's gradient. So the backward has two sums, over the same dimensions, which Inductor takes
-    # in one pass over the memory. A mean with a gradient would ask for another, and weights [channels] for sums over all.
+    # in one pass over the memory. A mean with a gradient asks for another, and weights [channels] for sums over all.
     shift = (offsets.detach() - offsets) * scale
     if bias is not None:
         shift = shift + _spread(bias, x)
