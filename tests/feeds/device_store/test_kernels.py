@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 
 from fastloop.feeds.device_store.resizing import resize_parts
 
-pytest.importorskip("PIL")
+Image = pytest.importorskip("PIL.Image")
 SHAPES = [(40, 31), (25, 60), (33, 47), (90, 21), (20, 24), (51, 52)]
 PARTS = [(0, 0, 40, 31), (3, 4, 1, 1), (5, 6, 1, 41), (2, 1, 88, 17), (0, 0, 20, 24), (7, 9, 30, 40)]
 MIRRORED = np.array([True, False, True, True, False, True])
@@ -49,6 +51,23 @@ def test_the_same_bits(kernels: Any, size: tuple[int, int]) -> None:
     """Smaller and larger, to sides that are no whole pieces of the kernels', from parts of one pixel and of a row."""
     expected, ours = make(kernels, size)
     assert torch.equal(expected, ours) and ours.dtype == expected.dtype
+
+
+def test_photographs(kernels: Any, shared_data: Path) -> None:
+    """Against Pillow itself."""
+    with tarfile.open(shared_data / "imagenet-sample.tar") as tar:
+        files = [member for member in tar.getmembers() if member.isfile()][::40]
+        photos = [Image.open(tar.extractfile(member)).convert("RGB") for member in files]  # type: ignore[arg-type]
+    arrays = [np.asarray(photo).transpose(2, 0, 1) for photo in photos]
+    pixels = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+    starts = np.cumsum([0, *(array.size for array in arrays)])[:-1]
+    heights, widths = np.array([array.shape[1:] for array in arrays]).T
+    parts = np.stack([heights // 5, widths // 7, heights // 2, widths // 3], axis=1)
+    same, unturned = torch.arange(256.0).expand(3, 256).contiguous(), np.zeros(len(photos), bool)
+    made = kernels.resize_parts(pixels, starts, heights, widths, parts, unturned, (64, 72), same)
+    for photo, (top, left, height, width), image in zip(photos, parts.tolist(), made, strict=True):
+        part = photo.crop((left, top, left + width, top + height)).resize((72, 64), Image.Resampling.BILINEAR)
+        assert np.array_equal(np.asarray(part).transpose(2, 0, 1), image.numpy())
 
 
 def test_another_order_of_the_passes_shows(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
