@@ -1,4 +1,4 @@
-"""Parts of pictures resized, mirrored and made floats on a CUDA device by two Triton kernels, one for each pass.
+"""Parts of pictures resized, mirrored and made floats on a CUDA device by three Triton kernels: weights and two passes.
 
 The numbers are those of `resizing`, which is also what runs elsewhere: weights in double precision that become whole
 numbers, and bytes between the passes. So the bits are the same. A kernel takes each part as large as it is, where
@@ -9,20 +9,21 @@ tensor operations take all as large as the largest.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from fastloop.feeds.device_store.draws import Numbers
-from fastloop.feeds.device_store.resizing import is_vertical_first, send
+from fastloop.feeds.device_store.resizing import BITS, is_vertical_first, send
 
-ROWS, COLUMNS = 16, 128
-"""Of the piece of an image that one program makes."""
-EXACT = {"enable_fp_fusion": False}
-"""A product and a sum that are rounded once, together, give other weights than Pillow's."""
+BLOCK = 512
+"""Pixels that one program makes, in all three channels."""
+POSITIONS = 128
+"""Whose weights one program makes."""
+TOLD = tl.constexpr(12)
+"""Numbers that programs are told of each image."""
+HALF, ONE = tl.constexpr(1 << (BITS - 1)), tl.constexpr(float(1 << BITS))
 
 
 def resize_parts(
@@ -43,107 +44,118 @@ def resize_parts(
     """
     top, left, part_heights, part_widths = parts.T
     upright = is_vertical_first(part_heights, part_widths, size)
-    rows, columns = np.where(upright, size[0], part_heights), np.where(upright, part_widths, size[1])
-    ends = np.cumsum(3 * rows * columns)
-    half = pixels.new_empty(int(ends[-1]))  # between the passes: bytes [3, rows, columns] of each image
+    # Between the passes: bytes [3, rows, columns] of each image.
+    between = np.where(upright, size[0] * part_widths, size[1] * part_heights)
+    halves = np.cumsum(3 * between)
+    # Of each image and side, int32 [1 + taps, side]: the first pixel that each is made of, and the weights from there.
+    taps = (
+        np.stack([2 * np.maximum(part_heights / size[0], 1), 2 * np.maximum(part_widths / size[1], 1)]).astype(int) + 2
+    )
+    ends = np.cumsum((1 + taps) * np.array(size)[:, None]).reshape(taps.shape)
+    begins = ends - (1 + taps) * np.array(size)[:, None]
     told = [starts + top * widths + left, widths, heights * widths, part_heights, part_widths, upright, mirrored]
-    sent = send(np.stack([*told, ends - 3 * rows * columns], axis=1).astype(np.int64), pixels.device)
+    told += [halves - 3 * between, *begins, *taps]
+    sent = send(np.stack(told, axis=1).astype(np.int64), pixels.device)
+    half, weights = pixels.new_empty(int(halves[-1])), sent.new_empty(int(ends[-1, -1]), dtype=torch.int32)
     made = table.new_empty(len(parts), 3, *size)
-    blocks: dict[str, Any] = {"ROWS": ROWS, "COLUMNS": COLUMNS}
-    _pass_first[_lay_out(len(parts), int(rows.max()), int(columns.max()))](pixels, half, sent, *size, **blocks, **EXACT)
-    _pass_second[_lay_out(len(parts), *size)](half, made, table, sent, *size, **blocks, **EXACT)
+    # A product and a sum that are rounded once, together, would give other weights than Pillow's.
+    _weigh[len(parts), 2, triton.cdiv(max(size), POSITIONS)](weights, sent, *size, POSITIONS, enable_fp_fusion=False)
+    _pass_first[len(parts), triton.cdiv(int(between.max()), BLOCK)](pixels, half, weights, sent, *size, BLOCK)
+    _pass_second[len(parts), triton.cdiv(size[0] * size[1], BLOCK)](half, made, table, weights, sent, *size, BLOCK)
     return made
 
 
-def _lay_out(images: int, height: int, width: int) -> tuple[int, int, int]:
-    """The grid of programs."""
-    return images, triton.cdiv(height, ROWS), triton.cdiv(width, COLUMNS)
-
-
 @triton.jit
-def _pass_first(pixels, half, told, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    told += tl.program_id(0) * 8
-    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
-    upright = tl.load(told + 5) != 0
-    row_count, column_count = tl.where(upright, height, part_height), tl.where(upright, part_width, width)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    if (tl.program_id(1) * ROWS < row_count) & (tl.program_id(2) * COLUMNS < column_count):
-        inside = (rows < row_count)[:, None] & (columns < column_count)[None, :]
-        source, stride, plane = pixels + tl.load(told), tl.load(told + 1).to(tl.int32), tl.load(told + 2)
-        if upright:
-            red, green, blue = _sum_taps(source, plane, stride, rows, columns, inside, part_height, height, True)
-        else:
-            red, green, blue = _sum_taps(source, plane, stride, rows, columns, inside, part_width, width, False)
-        target = half + tl.load(told + 7) + (rows[:, None] * column_count + columns[None, :])
-        plane = row_count * column_count
-        tl.store(target, red.to(tl.uint8), mask=inside)
-        tl.store(target + plane, green.to(tl.uint8), mask=inside)
-        tl.store(target + 2 * plane, blue.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _pass_second(half, made, table, told, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    image = tl.program_id(0).to(tl.int64)
-    told += image * 8
-    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
-    upright, mirrored = tl.load(told + 5) != 0, tl.load(told + 6) != 0
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < height)[:, None] & (columns < width)[None, :]
-    target = made + image * 3 * height * width + (rows[:, None] * width + columns[None, :])
-    columns = tl.where(mirrored, width - 1 - columns, columns)
-    source = half + tl.load(told + 7)
-    if upright:
-        red, green, blue = _sum_taps(
-            source, height * part_width, part_width, rows, columns, inside, part_width, width, False
-        )
-    else:
-        red, green, blue = _sum_taps(
-            source, part_height * width, width, rows, columns, inside, part_height, height, True
-        )
-    plane = height * width
-    tl.store(target, tl.load(table + red), mask=inside)
-    tl.store(target + plane, tl.load(table + 256 + green), mask=inside)
-    tl.store(target + 2 * plane, tl.load(table + 512 + blue), mask=inside)
-
-
-@triton.jit
-def _sum_taps(source, plane, stride, rows, columns, inside, length, size, VERTICAL: tl.constexpr):
-    """Bytes [rows, columns] of three channels, as int32: sums over `length` pixels that become `size`."""
-    along = tl.minimum(tl.maximum(rows if VERTICAL else columns, 0), size - 1)
+def _weigh(weights, told, height, width, POSITIONS: tl.constexpr):
+    told += tl.program_id(0) * TOLD
+    side = tl.program_id(1)  # 0: rows are made of rows; 1: columns of columns
+    length, size = tl.load(told + 3 + side), tl.where(side == 0, height, width)
+    weights, taps = weights + tl.load(told + 8 + side), tl.load(told + 10 + side)
+    position = tl.program_id(2) * POSITIONS + tl.arange(0, POSITIONS)
+    inside = position < size
     scale = length.to(tl.float64) / size
     support = tl.maximum(scale, 1.0)
-    center = (along.to(tl.float64) + 0.5) * scale
+    center = (position.to(tl.float64) + 0.5) * scale
     first = tl.maximum((center - support + 0.5).to(tl.int32), 0)
     count = tl.minimum((center + support + 0.5).to(tl.int32), length) - first
-    taps = (2 * support).to(tl.int32) + 2
-    total = center * 0.0
+    tl.store(weights + position, first, mask=inside)
+    total = tl.where(inside, 0.0, 1.0).to(tl.float64)
     tap = 0
     while tap < taps:  # not `for`, which Triton's interpreter cannot do under NumPy 2.4
-        total += _weigh(tap, first, count, center, support)
+        total += _weigh_tap(tap, first, count, center, support)
         tap += 1
-    red = tl.full([rows.shape[0], columns.shape[0]], 1 << 21, tl.int32)
+    tap = 0
+    while tap < taps:
+        weight = _weigh_tap(tap, first, count, center, support) / total * ONE + 0.5
+        tl.store(weights + (1 + tap) * size + position, weight.to(tl.int32), mask=inside)
+        tap += 1
+
+
+@triton.jit
+def _weigh_tap(tap, first, count, center, support):
+    """Not yet divided by the sum of all."""
+    distance = (tap + first).to(tl.float64) - center + 0.5
+    return tl.where(tap < count, tl.maximum(1.0 - tl.abs(distance * (1.0 / support)), 0.0), 0.0)
+
+
+@triton.jit
+def _pass_first(pixels, half, weights, told, height, width, BLOCK: tl.constexpr):
+    told += tl.program_id(0) * TOLD
+    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
+    upright = tl.load(told + 5) != 0
+    plane, columns = tl.where(upright, height * part_width, part_height * width), tl.where(upright, part_width, width)
+    if tl.program_id(1) * BLOCK < plane:
+        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        source, stride = pixels + tl.load(told), tl.load(told + 1).to(tl.int32)
+        row, column = place // columns, place % columns
+        red, green, blue = _sum_taps(
+            source, tl.load(told + 2), stride, row, column, place < plane, weights, told, height, width, upright
+        )
+        target = half + tl.load(told + 7) + place
+        tl.store(target, red.to(tl.uint8), mask=place < plane)
+        tl.store(target + plane, green.to(tl.uint8), mask=place < plane)
+        tl.store(target + 2 * plane, blue.to(tl.uint8), mask=place < plane)
+
+
+@triton.jit
+def _pass_second(half, made, table, weights, told, height, width, BLOCK: tl.constexpr):
+    image = tl.program_id(0).to(tl.int64)
+    told += image * TOLD
+    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
+    upright, mirrored = tl.load(told + 5) != 0, tl.load(told + 6) != 0
+    plane = height * width
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = place // width, place % width
+    column = tl.where(mirrored, width - 1 - column, column)
+    stride = tl.where(upright, part_width, width)
+    source, source_plane = half + tl.load(told + 7), stride * tl.where(upright, height, part_height)
+    red, green, blue = _sum_taps(
+        source, source_plane, stride, row, column, place < plane, weights, told, height, width, upright == 0
+    )
+    target = made + image * 3 * plane + place
+    tl.store(target, tl.load(table + red), mask=place < plane)
+    tl.store(target + plane, tl.load(table + 256 + green), mask=place < plane)
+    tl.store(target + 2 * plane, tl.load(table + 512 + blue), mask=place < plane)
+
+
+@triton.jit
+def _sum_taps(source, plane, stride, row, column, inside, weights, told, height, width, vertical):
+    """Bytes of three channels, as int32: sums over pixels of a column where `vertical`, else of a row."""
+    side = tl.where(vertical, 0, 1)
+    size, taps = tl.where(vertical, height, width), tl.load(told + 10 + side)
+    weights += tl.load(told + 8 + side) + tl.where(vertical, row, column)
+    first = tl.load(weights, mask=inside, other=0)
+    pixel = source + tl.where(vertical, first * stride + column, row * stride + first)
+    red = first * 0 + HALF
     green, blue = red, red
     tap = 0
     while tap < taps:
-        weight = (_weigh(tap, first, count, center, support) / total * 4194304.0 + 0.5).to(tl.int32)
-        place = tl.minimum(first + tap, length - 1)
-        if VERTICAL:
-            weight = weight[:, None]
-            pixels = source + (place[:, None] * stride + columns[None, :])
-        else:
-            weight = weight[None, :]
-            pixels = source + (rows[:, None] * stride + place[None, :])
-        red += tl.load(pixels, mask=inside, other=0).to(tl.int32) * weight
-        green += tl.load(pixels + plane, mask=inside, other=0).to(tl.int32) * weight
-        blue += tl.load(pixels + 2 * plane, mask=inside, other=0).to(tl.int32) * weight
+        weights += size
+        weight = tl.load(weights, mask=inside, other=0)
+        there = weight != 0  # beyond the last pixel it is 0
+        red += tl.load(pixel, mask=there, other=0).to(tl.int32) * weight
+        green += tl.load(pixel + plane, mask=there, other=0).to(tl.int32) * weight
+        blue += tl.load(pixel + 2 * plane, mask=there, other=0).to(tl.int32) * weight
+        pixel += tl.where(vertical, stride, 1)
         tap += 1
     return red >> 22, green >> 22, blue >> 22
-
-
-@triton.jit
-def _weigh(tap, first, count, center, support):
-    """Of each pixel's tap, not yet divided by their sum."""
-    distance = (tap + first).to(tl.float64) - center + 0.5
-    return tl.where(tap < count, tl.maximum(1.0 - tl.abs(distance * (1.0 / support)), 0.0), 0.0)
