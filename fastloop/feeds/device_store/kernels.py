@@ -35,12 +35,14 @@ def resize_parts(
     mirrored: Numbers,
     size: tuple[int, int],
     table: torch.Tensor,
+    memory_format: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
     """Images [B, 3, *size], as `resizing.resize_parts` makes them, mirrored where that is so and then looked up.
 
     Args:
         mirrored: which images, bool [B].
         table: what becomes of each byte, [3, 256].
+        memory_format: of the images.
     """
     top, left, part_heights, part_widths = parts.T
     upright = is_vertical_first(part_heights, part_widths, size)
@@ -57,11 +59,14 @@ def resize_parts(
     told += [halves - 3 * between, *begins, *taps]
     sent = send(np.stack(told, axis=1).astype(np.int64), pixels.device)
     half, weights = pixels.new_empty(int(halves[-1])), sent.new_empty(int(ends[-1, -1]), dtype=torch.int32)
-    made = table.new_empty(len(parts), 3, *size)
+    made = torch.empty(len(parts), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
+    strides = made.stride()[1], made.stride()[3]
     # A product and a sum that are rounded once, together, would give other weights than Pillow's.
     _weigh[len(parts), 2, triton.cdiv(max(size), POSITIONS)](weights, sent, *size, POSITIONS, enable_fp_fusion=False)
     _pass_first[len(parts), triton.cdiv(int(between.max()), BLOCK)](pixels, half, weights, sent, *size, BLOCK)
-    _pass_second[len(parts), triton.cdiv(size[0] * size[1], BLOCK)](half, made, table, weights, sent, *size, BLOCK)
+    _pass_second[len(parts), triton.cdiv(size[0] * size[1], BLOCK)](
+        half, made, *strides, table, weights, sent, *size, BLOCK
+    )
     return made
 
 
@@ -118,7 +123,7 @@ def _pass_first(pixels, half, weights, told, height, width, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _pass_second(half, made, table, weights, told, height, width, BLOCK: tl.constexpr):
+def _pass_second(half, made, channel, step, table, weights, told, height, width, BLOCK: tl.constexpr):
     image = tl.program_id(0).to(tl.int64)
     told += image * TOLD
     part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
@@ -132,10 +137,10 @@ def _pass_second(half, made, table, weights, told, height, width, BLOCK: tl.cons
     red, green, blue = _sum_taps(
         source, source_plane, stride, row, column, place < plane, weights, told, height, width, upright == 0
     )
-    target = made + image * 3 * plane + place
+    target = made + image * 3 * plane + place * step
     tl.store(target, tl.load(table + red), mask=place < plane)
-    tl.store(target + plane, tl.load(table + 256 + green), mask=place < plane)
-    tl.store(target + 2 * plane, tl.load(table + 512 + blue), mask=place < plane)
+    tl.store(target + channel, tl.load(table + 256 + green), mask=place < plane)
+    tl.store(target + 2 * channel, tl.load(table + 512 + blue), mask=place < plane)
 
 
 @triton.jit

@@ -32,7 +32,9 @@ def kernels() -> Any:
     return module
 
 
-def make(kernels: Any, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def make(
+    kernels: Any, size: tuple[int, int], memory_format: Any = torch.contiguous_format
+) -> tuple[torch.Tensor, torch.Tensor]:
     """By tensor operations, and by the kernels."""
     generator = np.random.default_rng(0)
     arrays = [generator.integers(0, 256, (3, *shape), dtype=np.uint8) for shape in SHAPES]
@@ -43,14 +45,16 @@ def make(kernels: Any, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tenso
     images = resize_parts(*told, size)
     images = torch.where(torch.from_numpy(MIRRORED).view(-1, 1, 1, 1), images.flip(3), images)
     expected = torch.stack([table[channel][images[:, channel].long()] for channel in range(3)], dim=1)
-    return expected, kernels.resize_parts(*told, MIRRORED, size, table)
+    return expected, kernels.resize_parts(*told, MIRRORED, size, table, memory_format)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("size", [(20, 24), (18, 133), (61, 7)])
-def test_the_same_bits(kernels: Any, size: tuple[int, int]) -> None:
+def test_the_same_bits(kernels: Any, size: tuple[int, int], memory_format: Any) -> None:
     """Smaller and larger, to sides that are no whole pieces of the kernels', from parts of one pixel and of a row."""
-    expected, ours = make(kernels, size)
+    expected, ours = make(kernels, size, memory_format)
     assert torch.equal(expected, ours) and ours.dtype == expected.dtype
+    assert ours.is_contiguous(memory_format=memory_format)
 
 
 def test_photographs(kernels: Any, shared_data: Path) -> None:
