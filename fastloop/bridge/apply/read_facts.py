@@ -19,11 +19,13 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds.attention.candidates import list_candidates
 from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.loss.cross_entropy import find_large
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
@@ -292,8 +294,8 @@ def length(loader: Any) -> int | None:
 
 
 def evidence(trainer: Any) -> dict[str, Any]:
-    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions it has, and
-    which batch transfer hooks are the user's."""
+    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
+    attentions written by hand it has, and which batch transfer hooks are the user's."""
     module = trainer.lightning_module
     if module is None:
         return {}
@@ -306,6 +308,8 @@ def evidence(trainer: Any) -> dict[str, Any]:
         "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
+        "attentions_by_hand": len(list_candidates(module)),
+        "classes": find_large(module),
         "transfer_hooks": [hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
