@@ -40,6 +40,7 @@ class CompiledCall:
         is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
         mode: of torch.compile, or eager: graphs run as the passes leave them.
         passes: what changes the graphs, in this order.
+        changes: what sizes of the first batch are in other batches: arguments are taken to follow them.
 
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
@@ -58,6 +59,7 @@ class CompiledCall:
         dynamic: bool | None,
         is_tried: Callable[[], bool] = lambda: False,
         passes: Sequence[GraphPass] = (),
+        changes: Iterable[Mapping[int, int]] = (),
     ) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not is_compiling():  # no graph holds this line: reached, it says that none fitted
@@ -65,7 +67,7 @@ class CompiledCall:
             return module._call_impl(*args, **kwargs)
 
         self.module, self.name = module, name or type(module).__name__
-        self.dynamic, self.is_tried = dynamic, is_tried
+        self.dynamic, self.is_tried, self._changes = dynamic, is_tried, changes
         self.graphs, self.failure = 0, ""
         self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
         self._usual: dict[bool, Any] = {}
@@ -76,8 +78,8 @@ class CompiledCall:
         self._buffers = list(module.buffers())
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
         # object, and with it their graphs; all others, and every later fit, get one of their own.
-        alike = (type(module), *(parameter.shape for parameter in module.parameters()))
-        call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
+        kind = call_shapes.describe_kind(module), _hash_masks(module) if passes else ()
+        call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=self.name))
         how: Any = {"mode": None if mode == "default" else mode}
         if passes or mode == "eager":
             how = {"backend": _Passing(mode, tuple(passes))}
@@ -89,17 +91,11 @@ class CompiledCall:
         every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
         return f"{self.name}: {every[0].spent}" if all(budget.spent for budget in every) else ""
 
-    def note_shapes(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Iterable[Mapping[int, int]] = ()
-    ) -> None:
-        """Learn from a call that the module ran itself, before anything is compiled.
-
-        Args:
-            changes: what sizes of its batch are in other batches: the module's arguments are then taken to follow.
-        """
+    def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Learn from a call of the first batch, before anything is compiled."""
         sizes = call_shapes.read_sizes(args, kwargs)
         self._note(sizes)
-        for became in changes:
+        for became in self._changes:
             self._note({way: tuple(became.get(size, size) for size in shape) for way, shape in sizes.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +112,10 @@ class CompiledCall:
         if is_new and is_again:
             return self.module._call_impl(*args, **kwargs)
         if is_new:
-            self._note(sizes)
+            if self.is_tried():  # on calls of the first batch
+                self.note_shapes(args, kwargs)
+            else:
+                self._note(sizes)
             if not budget.deserves():
                 budget.count(captured=False, eager=True)
                 return self.module._call_impl(*args, **kwargs)
@@ -181,6 +180,12 @@ class CompiledCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
+
+
+def _hash_masks(module: torch.nn.Module) -> tuple[int, ...]:
+    """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
+    masks = [buffer for buffer in module.buffers() if buffer.dim() > 1]
+    return tuple(hash(buffer.cpu().view(torch.uint8).numpy().tobytes()) for buffer in masks)
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:

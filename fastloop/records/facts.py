@@ -157,6 +157,8 @@ class Facts:
     compiled_by_user: tuple[str, ...] = ()
     compile_targets: tuple[str, ...] = ()
     """Inner modules that can be compiled in place."""
+    repeated_blocks: tuple[tuple[str, ...], ...] = ()
+    """Inner modules of a class that repeats in a list of layers; those of the same shapes stand together."""
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
     grad_hooks: bool = False

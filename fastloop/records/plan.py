@@ -120,6 +120,10 @@ class Change:
     Until then, and through the sanity validation, none of them has run."""
     pay_back: PayBack | None = None
     """Whether the rest of the run has to save the one-time cost of its first call; None: there is none."""
+    first_call_of: tuple[str, ...] = ()
+    """Names of the modules that its first call compiles; empty: all."""
+    cheaper: Change | None = None
+    """The same with a smaller one-time cost and less to gain; tried where this cannot pay back, or has failed."""
     waits_for: str | None = None
     """What must be known before this rung can be planned; the rest of the record then says what may come."""
     may_want: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ CARD = Card(
     family="compute",
     does="a fused kernel computes attention and never writes its scores to memory",
     evidence={"replaced": 0, "switched": 0},
-    answers={"memory_bound": 0, "elementwise": 0, DEVICE: 0},
+    answers={"attention": 1, "memory_bound": 0, "elementwise": 0, DEVICE: 0},
     follows={"fp32_math": 0, "compute_bound": 0},
     applies=lambda seen: on_gpu(seen) and attends_by_hand(seen),
 )
@@ -71,7 +71,8 @@ class Attention:
             _refuse(candidates.list_sdpa(site.module), self.backend)
         replace = ReplaceAttention(site.module)
         codes: dict[Any, Any] = {}
-        how: Any = {"mode": "eager", "dynamic": None, "is_tried": lambda: bool(site.recorded), "passes": [replace]}
+        how: Any = {"mode": "eager", "dynamic": None, "passes": [replace]}
+        how |= {"changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
         calls = [CompiledCall(module, name, codes, **how) for name, module in by_hand.items()]
         undo = contextlib.ExitStack()
         undo.enter_context(_order(self.backend))

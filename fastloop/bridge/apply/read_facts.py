@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
 import multiprocessing
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds import call_shapes
 from fastloop.feeds.attention.candidates import list_candidates
 from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
@@ -31,6 +33,7 @@ from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 
 
@@ -143,7 +146,8 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if _is_compiled(named[name])),
-        "compile_targets": tuple(compile_targets(module)),
+        "compile_targets": (targets := tuple(compile_targets(module))),
+        "repeated_blocks": tuple(_group_alike(module, targets)),
         "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
         "steps_with_iterator": callable(training_step)
         and "dataloader_iter" in inspect.signature(training_step).parameters,
@@ -213,6 +217,29 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield from _find_outermost(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+
+
+def _group_alike(module: torch.nn.Module, targets: Iterable[str]) -> Iterable[tuple[str, ...]]:
+    """Names of the repeated blocks inside these modules, grouped by class and shapes."""
+    groups: dict[Any, tuple[str, ...]] = {}
+    for target in targets:
+        for name in _find_repeated(module.get_submodule(target), target):
+            kind = call_shapes.describe_kind(module.get_submodule(name))
+            groups[kind] = (*groups.get(kind, ()), name)
+    return groups.values()
+
+
+def _find_repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
+    """Members of lists of layers: those with layers inside, of whose class the list has several."""
+    is_list = isinstance(module, _LISTS)
+    kinds = collections.Counter(type(child) for child in module.children())
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        holds = not isinstance(child, _LISTS) and any(True for _ in child.children())
+        if is_list and holds and kinds[type(child)] > 1 and any(True for _ in child.parameters()):
+            yield path
+        else:
+            yield from _find_repeated(child, path)
 
 
 def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:

@@ -167,6 +167,17 @@ def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
     assert facts(compiled).compiled_by_user == ("net",) and facts().compiled_by_user == ()
 
 
+def test_repeated_blocks_stand_together_by_their_shapes() -> None:
+    def block(width: int) -> torch.nn.Module:
+        return torch.nn.TransformerEncoderLayer(width, 1, width)
+
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList([block(2), block(2), block(4)]), block(2))
+    module = Regression()
+    module.net = torch.nn.ModuleDict({"stack": torch.nn.Sequential(net, torch.nn.Sequential(net[0], net[0]))})
+    assert facts(module).repeated_blocks == (("net.stack.0.1.0", "net.stack.0.1.1"), ("net.stack.0.1.2",))
+    assert facts().repeated_blocks == ()
+
+
 class Draws(Dataset[Any]):
     def __getitem__(self, index: int) -> float:
         return random.random()

@@ -179,19 +179,29 @@ class Rehearsal:
             if step.rung in self.terms.by_ladder:
                 return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
             return self._apply_untried(step)
-        fault = next((each for each in gather(self.site.trainer, self._refuse(step)) if each is not None), None)
+        fault = self._refuse_on_any(step)
+        if fault is not None and step.change.cheaper is not None:
+            step = replace(step, change=step.change.cheaper)
+            fault = self._refuse_on_any(step)
         if fault is not None:
             return Outcome(rung=step.rung, fault=fault, is_lasting=False)
         outcome = self._agree(step, self._try_here(step, before))
         if outcome.fault is not None and outcome.is_lasting and step.change.rehearse == "modules":
             outcome = self._try_without_others(step, outcome, before)
         if outcome.fault is not None and outcome.is_lasting:
-            self._memory.keep_failure(step.rung, self.hands.settings(step.rung), outcome.fault)
+            self._memory.keep_failure(step.rung, self._settings(step), outcome.fault)
         return outcome
+
+    def _settings(self, step: Step) -> Any:
+        settings, modules = self.hands.settings(step.rung), step.change.first_call_of
+        return (settings, modules) if modules else settings
+
+    def _refuse_on_any(self, step: Step) -> str | None:
+        return next((each for each in gather(self.site.trainer, self._refuse(step)) if each is not None), None)
 
     def _refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried."""
-        known = self._memory.find_failure(step.rung, self.hands.settings(step.rung))
+        known = self._memory.find_failure(step.rung, self._settings(step))
         if known is not None:
             return f"it failed here on {known.date}: {known.why}; to try it again, delete {self._memory.path}"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
@@ -345,7 +355,7 @@ class Rehearsal:
             return None
         seconds = max(0.0, first.ms - second.ms) / 1e3
         self._spent_s -= seconds
-        self._memory.keep_first_call_s(step.rung, self.hands.settings(step.rung), seconds)
+        self._memory.keep_first_call_s(step.rung, self._settings(step), seconds)
         return seconds
 
     def _limit_s(self, step: Step) -> float:
@@ -360,10 +370,11 @@ class Rehearsal:
         return wanted == "required" or (wanted == "auto" and step.rung in self.terms.by_ladder)
 
     def _expect_first_call_s(self, step: Step) -> float:
-        known = self._memory.find_first_call_s(step.rung, self.hands.settings(step.rung))
+        known = self._memory.find_first_call_s(step.rung, self._settings(step))
         if known is not None:
             return known
-        layers = sum(not list(inner.children()) for module in self._player.modules for inner in module.modules())
+        few = [self.site.module.get_submodule(name) for name in step.change.first_call_of]
+        layers = sum(not list(inner.children()) for module in few or self._player.modules for inner in module.modules())
         return BASE_S + PER_LAYER_S * layers
 
     # -- the run around it ----------------------------------------------------------------------------------------
