@@ -109,7 +109,7 @@ class Attention:
         if count := evidence["replaced"]:
             causal = f", {evidence['causal']} of them causal without a mask" if evidence["causal"] else ""
             why.append(f"{count} attentions in captured graphs are one call each{causal}")
-        if calls := evidence["calls"]:
+        if count and (calls := evidence["calls"]):
             why.append(f"{calls} calls of {evidence['modules']} modules ran so")
         if switched := evidence["switched"]:
             why.append(f"{switched} Hugging Face models run attention sdpa")
