@@ -55,6 +55,8 @@ KEYS: dict[str, Any] = {
         },
         "amp": {"enabled": False, "mode": "bf16-mixed"},
         "layout": {"enabled": False},
+        "attention": {"enabled": False, "backend": "auto"},
+        "loss": {"enabled": False, "pad_vocabulary": "auto", "chunks": 1},
         "fused": {"enabled": False},
         "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "pay_back": "auto"},
         "overlap": {
