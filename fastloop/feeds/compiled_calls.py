@@ -80,7 +80,7 @@ class CompiledCall:
         # object, and with it their graphs; all others, and every later fit, get one of their own.
         kind = call_shapes.describe_kind(module), _hash_masks(module) if passes else ()
         call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=self.name))
-        how: Any = {"mode": None if mode == "default" else mode}
+        how: Any = {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
         if passes or mode == "eager":
             how = {"backend": _Passing(mode, tuple(passes))}
         self.compiled = torch.compile(call, dynamic=dynamic, **how)
@@ -217,10 +217,17 @@ class _Passing:
             graph = each(graph)
         if self.mode == "eager":
             return graph.forward
-        from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, config_patches=list_mode_options(self.mode))
+        return compile_fx(graph, inputs, config_patches=_list_options(self.mode))
+
+
+def _list_options(mode: str) -> dict[str, Any]:
+    """Of Inductor. It times kernels in a process of its own: one that breaks the CUDA context breaks that one's, as a
+    matrix product of more than 2^31 numbers did here, and is not chosen."""
+    from torch._inductor import list_mode_options
+
+    return {**list_mode_options(mode), "autotune_in_subproc": torch.cuda.is_available()}
 
 
 def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:

@@ -49,8 +49,12 @@ class Site(Protocol):
     def device(self) -> Any:
         """Where this rank trains."""
 
-    def set_precision(self, mode: str) -> Undo:
-        """Let Lightning's own plugin run the mixed precision `mode`."""
+    def set_precision(self, mode: str, *, cache_weights: bool = False) -> Undo:
+        """Let Lightning's own plugin run the precision `mode`.
+
+        Args:
+            cache_weights: of mixed precision: round each weight once in a forward, and not at each use.
+        """
 
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         """Let DistributedDataParallel be made with these keywords; before_wrap only."""

@@ -221,7 +221,6 @@ class Rehearsal:
             with (
                 announced(f"trying {step.rung} on the calls of the first step", self.hands.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
-                dynamo_graphs.autotune_apart() if _is_costly(step) else contextlib.nullcontext(),
             ):
                 try_it = self._try_optimizers if step.change.rehearse == "optimizers" else self._try_modules
                 outcome = try_it(step, before)
