@@ -166,7 +166,7 @@ def convolves(seen: Measurement) -> bool:
 
 def attends_by_hand(seen: Measurement) -> bool:
     """Whether the model has attention that is written out by hand."""
-    return bool(to_number((seen.evidence.get("model") or {}).get("attentions_by_hand")))
+    return bool(to_number((seen.evidence.get("model") or {}).get("attends_by_hand")))
 
 
 def read_batch_ms(seen: Measurement) -> float | None:

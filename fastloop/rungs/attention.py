@@ -35,6 +35,7 @@ CARD = Card(
     answers={"attention": 1, "memory_bound": 0, "elementwise": 0, DEVICE: 0},
     follows={"fp32_math": 0, "compute_bound": 0},
     applies=lambda seen: on_gpu(seen) and attends_by_hand(seen),
+    plan_shows_refusal=True,
 )
 """What other files know of this rung."""
 
@@ -48,11 +49,16 @@ class Attention:
     """The kernel that is asked first; auto = torch's own order."""
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for the replacement; whether there is something to replace shows when the model is looked at."""
+        """Ask for the replacement, or, where nothing is written by hand, for the order of kernels."""
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is compiled by you: its graphs are not ours")
         if self.backend != "auto" and facts.device != "cuda":
             raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
+        if not facts.attends_by_hand and not facts.attends_by_call:
+            raise NotApplicable("no module takes a softmax between two matrix products")
+        if not facts.attends_by_hand and self.backend == "auto":
+            ready = facts.attends_by_call[0]
+            raise NotApplicable(f"{ready} calls scaled_dot_product_attention already, and torch's own order stands")
         action = Action(keys=("model.attention",), when="model", do=self._attend)
         return Change(parity="approximate", evaluation=True, actions=(action,), rehearse="modules")
 
@@ -67,8 +73,6 @@ class Attention:
         inside = {id(each) for model in switched for each in model.modules()}
         by_hand = {name: site.module.get_submodule(name) for name in candidates.list_candidates(site.module)}
         by_hand = {name: module for name, module in by_hand.items() if id(module) not in inside}
-        if not switched and not by_hand:
-            _refuse(candidates.list_sdpa(site.module), self.backend)
         replace = ReplaceAttention(site.module)
         codes: dict[Any, Any] = {}
         how: Any = {"mode": "eager", "dynamic": None, "passes": [replace]}
@@ -121,14 +125,6 @@ class Attention:
             what = evidence["missed"][0] if evidence["missed"] else "none was called, or its graph has no softmax"
             why.append(f"no attention was replaced: {what}")
         return Verdict(took=took, why="; ".join(why))
-
-
-def _refuse(ready: list[str], backend: str) -> None:
-    """Where nothing is written by hand, only an order of kernels is left to set."""
-    if not ready:
-        raise NotApplicable("no module takes a softmax between two matrix products")
-    if backend == "auto":
-        raise NotApplicable(f"{ready[0]} calls scaled_dot_product_attention already, and torch's own order stands")
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ CARD = Card(
     answers={"memory_bound": 3, "elementwise": 2, DEVICE: 5},
     follows={"fp32_math": 4, "compute_bound": 2},
     applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),
+    plan_shows_refusal=True,
 )
 """What other files know of this rung."""
 
@@ -52,16 +53,16 @@ class Loss:
                 "chunks: your module makes the logits before the loss is called, and may look at them; pieces save"
                 " nothing then. In your own code, Liger's fused linear cross-entropy does it"
             )
+        if not facts.classes:
+            raise NotApplicable("no layer has 8,192 outputs or more")
         if facts.device == "cuda" and facts.compiler is None:
             raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
         action = Action(keys=("model.loss",), when="model", do=self._replace)
         return Change(parity="approximate", evaluation=True, actions=(action,))
 
     def _replace(self, site: Site) -> Applied:
-        from fastloop.feeds.loss.cross_entropy import FEWEST_CLASSES, LargeCrossEntropy, find_large
+        from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
 
-        if find_large(site.module) is None:
-            raise NotApplicable(f"no layer has {FEWEST_CLASSES:,} outputs or more")
         loss = LargeCrossEntropy(compiles=site.device.type == "cuda", pads=bool(self.pad_vocabulary))
         undo = contextlib.ExitStack()
         undo.enter_context(loss.put_in())

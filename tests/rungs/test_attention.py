@@ -63,6 +63,7 @@ class Ready(spellings.Spelling):
     [
         ({}, {}, None),
         ({"backend": "flash"}, {"device": "cuda"}, None),
+        ({"backend": "flash"}, {"device": "cuda", "attends_by_hand": (), "attends_by_call": ("net",)}, None),
         ({"backend": "flash"}, {}, "backend flash needs CUDA; this run is on cpu"),
         ({}, {"compiled_by_user": ("net",)}, "net is compiled by you: its graphs are not ours"),
     ],
@@ -71,10 +72,10 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
     rung = Attention(enabled=True, **settings)
     if reason is not None:
         with pytest.raises(NotApplicable) as refused:
-            rung.plan(Facts(**facts))
+            rung.plan(Facts(**{"attends_by_hand": ("net",), **facts}))
         assert str(refused.value) == reason
         return
-    change = rung.plan(Facts(**facts))
+    change = rung.plan(Facts(**{"attends_by_hand": ("net",), **facts}))
     assert [(action.keys, action.when) for action in change.actions] == [(("model.attention",), "model")]
     assert change.parity == "approximate" and change.evaluation and change.rehearse == "modules"
 

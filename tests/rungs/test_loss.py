@@ -46,6 +46,7 @@ class Words(models.Regression):
     [
         ({}, {}, None),
         ({"pad_vocabulary": False}, {"device": "cuda", "compiler": "g++"}, None),
+        ({}, {"classes": 0}, "no layer has 8,192 outputs or more"),
         ({}, {"device": "cuda"}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
         ({"chunks": 4}, {}, "chunks: your module makes the logits before the loss is called"),
     ],
@@ -54,9 +55,9 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
     rung = Loss(enabled=True, **settings)
     if reason is not None:
         with pytest.raises(NotApplicable, match=re.escape(reason)):
-            rung.plan(Facts(**facts))
+            rung.plan(Facts(**{"classes": 9000, **facts}))
         return
-    change = rung.plan(Facts(**facts))
+    change = rung.plan(Facts(**{"classes": 9000, **facts}))
     assert [(action.keys, action.when) for action in change.actions] == [(("model.loss",), "model")]
     assert change.parity == "approximate" and change.evaluation
 

@@ -21,7 +21,7 @@ from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
 from fastloop.feeds import call_shapes
-from fastloop.feeds.attention.candidates import list_candidates
+from fastloop.feeds.attention import candidates as attention
 from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
@@ -142,6 +142,9 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
         "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
+        "attends_by_hand": (*attention.list_switchable(module), *attention.list_candidates(module)),
+        "attends_by_call": tuple(attention.list_sdpa(module)),
+        "classes": find_large(module),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
         "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
@@ -335,7 +338,7 @@ def evidence(trainer: Any) -> dict[str, Any]:
         "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
-        "attentions_by_hand": len(list_candidates(module)),
+        "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
         "classes": find_large(module),
         "transfer_hooks": [hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),

@@ -31,18 +31,25 @@ def list_sdpa(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, own) or SDPA in _read_names(module)]
 
 
-def switch_models(model: torch.nn.Module) -> list[Any]:
-    """Let Hugging Face models that run attention by hand run ``sdpa``, by their own switch; those that do it now."""
-    found: list[Any] = []
+def list_switchable(model: torch.nn.Module) -> list[str]:
+    """Names of Hugging Face models that run attention by hand and have a switch for it; the outermost ones."""
+    found: list[str] = []
     inside: set[int] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
+    for name, module in model.named_modules():
         if id(module) not in inside and callable(getattr(module, "set_attn_implementation", None)):
             inside |= {id(each) for each in module.modules()}
-            if getattr(config, "_attn_implementation", None) == "eager":
-                with contextlib.suppress(ValueError):  # this model has no other attention
-                    cast(Any, module).set_attn_implementation("sdpa")
-                    found.append(module)
+            if getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager":
+                found.append(name)
+    return found
+
+
+def switch_models(model: torch.nn.Module) -> list[Any]:
+    """Let them run ``sdpa``, by their own switch; those that do it now."""
+    found: list[Any] = []
+    for module in (cast(Any, model.get_submodule(name)) for name in list_switchable(model)):
+        with contextlib.suppress(ValueError):  # this model has no other attention
+            module.set_attn_implementation("sdpa")
+            found.append(module)
     return found
 
 

@@ -28,10 +28,10 @@ CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.f
 """Largest relative deviation of the gradient of the first rows."""
 
 
-def find_large(model: torch.nn.Module) -> int | None:
-    """Rows of the largest matrix among the parameters, if they can be the classes of such a loss."""
+def find_large(model: torch.nn.Module) -> int:
+    """Rows of the largest matrix among the parameters, if they can be the classes of such a loss; else 0."""
     rows = max((each.shape[0] for each in model.parameters() if each.dim() == 2), default=0)
-    return rows if rows >= FEWEST_CLASSES else None
+    return rows if rows >= FEWEST_CLASSES else 0
 
 
 class LargeCrossEntropy:
