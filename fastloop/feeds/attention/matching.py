@@ -7,7 +7,7 @@ between is named by what it does, so that it does not matter how it was written 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -46,7 +46,8 @@ class Found:
     """Boolean masks, True where a score does not count."""
     added: list[tuple[Node, bool]] = field(default_factory=list)
     """Tensors that are added to the scores, or taken off (True)."""
-    dropout: float = 0.0
+    dropout: float | Node = 0.0
+    """Its rate: a node where Dynamo has seen several rates and made it an input."""
     between: list[Node] = field(default_factory=list)
     """What falls away, from the result back."""
 
@@ -83,9 +84,9 @@ def _check_dim(softmax: Node) -> None:
         raise NoMatch(f"its scores have {scores.dim()} dimensions")
 
 
-def _follow_weights(softmax: Node) -> tuple[Node, Node, float, list[Node]]:
+def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
     """The product with the values, the weights as they go into it, their dropout, and all nodes from there back."""
-    weights, dropout, passed = softmax, 0.0, list[Node]()
+    weights, dropout, passed = softmax, cast(Any, 0.0), list[Node]()
     while True:
         users = list(weights.users)
         if len(users) != 1:
@@ -96,9 +97,9 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, float, list[Node]]:
             return user, weights, dropout, passed
         if name == "dropout":
             rate, on = _argument(user, 1, "p", 0.5), _argument(user, 2, "training", True)
-            if not isinstance(rate, (int, float)) or not isinstance(on, bool) or dropout:
-                raise NoMatch("its dropout is no fixed rate")
-            dropout = float(rate) if on else 0.0
+            if not isinstance(on, bool) or dropout:
+                raise NoMatch("its weights are dropped twice, or by a switch that the graph computes")
+            dropout = rate if on else 0.0
         elif name not in CASTS and not _swaps(user):
             raise NoMatch(f"its weights go through {name}")
         weights = user

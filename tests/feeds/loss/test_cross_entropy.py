@@ -128,3 +128,19 @@ def test_pytorchs_own_comes_back() -> None:
         assert F.cross_entropy is not USUAL and torch.nn.functional.cross_entropy.__name__ == "cross_entropy"
         raise KeyError
     assert F.cross_entropy is USUAL
+
+
+def test_dynamo_captures_the_usual_call() -> None:
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def keep(graph: Any, _inputs: Any) -> Any:
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
+    compiled = torch.compile(lambda: F.cross_entropy(2 * logits, target), backend=keep, fullgraph=True)
+    with large.put_in():
+        value = compiled()
+    assert len(graphs) == 1 and "nn.functional.cross_entropy(" in graphs[0]
+    torch.testing.assert_close(value, USUAL(2 * logits, target))
