@@ -92,14 +92,17 @@ class LargeCrossEntropy:
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
         """The loss; None where the call is none for this."""
-        if self.failure or type(logits) is not Tensor or logits.dim() != 2 or logits.shape[1] < FEWEST_CLASSES:
+        if self.failure or type(logits) is not Tensor or logits.dim() < 2 or logits.shape[1] < FEWEST_CLASSES:
             return None
+        rows = logits.movedim(1, -1)  # [samples, tokens, classes], where the user turned that around
         plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-        if not plain or target.dim() != 1 or target.is_floating_point() or logits.dtype not in CLOSE:
-            self.passed = "it has class weights, label smoothing or probabilities as targets"
+        plain &= rows.is_contiguous() and target.dim() == rows.dim() - 1 and not target.is_floating_point()
+        if not plain or logits.dtype not in CLOSE:
+            self.passed = "it has class weights, label smoothing, probabilities as targets, or logits out of order"
             return None
         try:
-            losses: Tensor = _CrossEntropy.apply(logits, target, ignore_index, self, usual)  # type: ignore[no-untyped-call]
+            given = rows.flatten(0, -2), target.flatten()
+            losses: Tensor = _CrossEntropy.apply(*given, ignore_index, self, usual)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._fail(error)
             return None
@@ -109,6 +112,8 @@ class LargeCrossEntropy:
         self.classes = logits.shape[1]
         if reduction != "none":
             losses = losses.sum() / (target != ignore_index).sum() if reduction == "mean" else losses.sum()
+        else:
+            losses = losses.view_as(target)
         return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
 
     def run_forward(self, usual: Any, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

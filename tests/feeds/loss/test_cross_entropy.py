@@ -46,6 +46,16 @@ def test_values_and_gradients_are_pytorchs(reduction: str, dtype: torch.dtype) -
     assert float((0.99 * ours - gradient).double().norm() / gradient.double().norm()) > close / 4
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_classes_in_the_second_place_of_three(reduction: str) -> None:
+    large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
+    turned = logits.detach().view(4, 5, CLASSES).requires_grad_()
+    (expected, gradient), (value, ours) = both(large, turned.transpose(1, 2), target.view(4, 5), reduction=reduction)
+    assert large.calls == 1 and value.shape == expected.shape
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(ours, gradient)
+
+
 @pytest.mark.parametrize(("pads", "row"), [(True, 8256), (False, 8200)])
 def test_rows_of_the_gradient_lie_apart_and_shapes_stay(pads: bool, row: int) -> None:
     hidden = torch.randn(2, 10, 4, dtype=torch.float64)
