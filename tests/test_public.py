@@ -56,6 +56,8 @@ KEYS: dict[str, Any] = {
         },
         "amp": {"enabled": False, "mode": "bf16-mixed", "keep_fp32": [], "cache_weights": False},
         "layout": {"enabled": False},
+        "attention": {"enabled": False, "backend": "auto"},
+        "loss": {"enabled": False, "pad_vocabulary": "auto", "chunks": 1},
         "fused": {"enabled": False},
         "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "scope": "auto", "pay_back": "auto"},
         "overlap": {
