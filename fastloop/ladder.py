@@ -21,6 +21,7 @@ from fastloop.rungs.cache import Cache
 from fastloop.rungs.compile import Compile
 from fastloop.rungs.dali import Dali
 from fastloop.rungs.fused import Fused
+from fastloop.rungs.host import Host
 from fastloop.rungs.layout import Layout
 from fastloop.rungs.nodes import Nodes
 from fastloop.rungs.overlap import Overlap
@@ -46,7 +47,7 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("attention", "loss", "host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("attention", "loss", "gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
     dali: Dali = Dali()
@@ -60,6 +61,7 @@ class Ladder:
     layout: Layout = Layout()
     fused: Fused = Fused()
     compile: Compile = Compile()
+    host: Host = Host()
     overlap: Overlap = Overlap()
 
     def rungs(self) -> Iterator[tuple[str, Rung]]:

@@ -1,0 +1,140 @@
+"""Take the host's own work out of the step: graphs in place of launches, garbage collection at chosen steps.
+
+Faster because  one call replays all kernels of a forward, one those of a backward; no collector pass comes in a step.
+Costs           memory for a second set of activations; a few steps' time once, to record and to compare.
+Don't use when  a step takes tens of milliseconds, or training_step does what no graph holds, such as file access.
+Evidence        steps that were replayed, or why none was, with the deviation from the eager step; passes at our steps
+Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.records.card import Card
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.readings import on_gpu
+
+CARD = Card(
+    family="compute",
+    does="graphs replay the step's kernels without launching each, and the garbage collector waits for chosen steps",
+    evidence={"replayed_steps": 0, "gc_passes": 0},
+    answers={"launch_bound": 1, "host_other": 1},
+    applies=on_gpu,
+)
+"""What other files know of this rung."""
+
+AUTO_STEPS = 100
+"""Between two passes: one over what a hundred steps left behind takes about a millisecond."""
+MOST_YOUNG = 100_000
+"""Objects after which Python collects all the same: between steps, in a long validation, in a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the training loop itself costs."""
+
+    enabled: bool = False
+    gc_every_steps: int | Literal["auto"] | None = "auto"
+    """Batches between two passes of the garbage collector; null: as Python has it."""
+    step_graph: bool | Literal["auto"] = "auto"
+    """Replay recorded steps; auto: where that is faster."""
+
+    def __post_init__(self) -> None:
+        why, do = "a pass comes after at least one batch", "write a positive number, auto or null"
+        require_positive("host.gc_every_steps", self.gc_every_steps, why=why, do=do)
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for either of both, once the optimizers exist."""
+        refused = _explain_no_graph(facts) if self.step_graph else "step_graph is false"
+        actions = []
+        if self.gc_every_steps is not None:
+            actions.append(Action(keys=("host.gc",), when="train_start", do=self._pace_garbage))
+        if refused is None:
+            actions.append(Action(keys=("host.step_graph",), when="train_start", do=self._graph_steps))
+        if not actions or (self.step_graph is True and refused):
+            raise NotApplicable(f"no step graph: {refused}")
+        return Change(
+            parity="exact" if refused else "approximate",
+            actions=tuple(actions),
+            notes=() if refused is None or not self.step_graph else (f"no step graph: {refused}",),
+        )
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when steps were replayed, or passes came at our steps; a graph asked for by name must be replayed."""
+        evidence = seen.evidence.get("host", {})
+        if not evidence:
+            return Verdict(took=None, why="no step ran")
+        replays, passes = evidence.get("replayed_steps", 0), evidence.get("gc_passes")
+        told = []
+        if replays:
+            told.append(f"{replays} steps were replayed, {evidence['eager_steps']} ran eagerly")
+            told.append(f"a replay deviates by {evidence['deviation']:.2g}")
+        elif "replayed_steps" in evidence:
+            told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
+        if replays and (why := evidence.get("graph_refused")):
+            told.append(f"none from there on: {why}")
+        if passes is not None:
+            told.append(f"{passes} passes of the garbage collector came at chosen steps")
+        took = bool(replays or (passes is not None and self.step_graph is not True))
+        return Verdict(took=took, why="; ".join(told))
+
+    def _graph_steps(self, site: Site) -> Applied:
+        return site.graph_steps(self.step_graph is True)
+
+    def _pace_garbage(self, site: Site) -> Applied:
+        """Set what lives now aside for good, and look at the rest every few batches."""
+        if not gc.isenabled():
+            raise NotApplicable("your script has switched the garbage collector off, and that stands")
+        every = AUTO_STEPS if self.gc_every_steps == "auto" else self.gc_every_steps or 1
+        before, is_ours = gc.get_threshold(), gc.get_freeze_count() == 0
+        seen = {"batches": 0, "gc_passes": 0}
+
+        def count() -> None:
+            seen["batches"] += 1
+            if seen["batches"] % every == 0:
+                gc.collect()
+                seen["gc_passes"] += 1
+
+        def undo() -> None:
+            stop()
+            gc.set_threshold(*before)
+            if is_ours:
+                gc.unfreeze()
+
+        def probe() -> Mapping[str, Any]:
+            return {"gc_passes": seen["gc_passes"], "gc_every_steps": every}
+
+        gc.collect()
+        if is_ours:
+            gc.freeze()
+        gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
+        stop = site.note_each_batch(count)
+        return Applied(undo=undo, probe=probe)
+
+
+def _explain_no_graph(facts: Facts) -> str | None:
+    """Why steps cannot be replayed, as far as the run shows before it begins; None where they may be."""
+    if facts.device != "cuda":
+        return f"there are none on {facts.device}"
+    if facts.world_size > 1 or not facts.plain_gradients:
+        return f"{facts.strategy} exchanges gradients, which a recording here does not hold"
+    if not facts.automatic_optimization:
+        return "manual optimization steps inside training_step"
+    if facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled:
+        return "several backward passes make one step"
+    if facts.steps_with_iterator:
+        return "training_step fetches its own batches"
+    if facts.grad_hooks:
+        return "parameters have hooks on their gradients"
+    if facts.averages_weights_by_swa:
+        return "StochasticWeightAveraging runs an epoch without backward"
+    if facts.precision == "16-mixed":
+        return "the loss scale of 16-mixed changes between steps"
+    return None
