@@ -10,23 +10,31 @@ Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.records.card import Card
+from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu
 
+
+def _variants(state: ClimbState) -> Iterator[Variant]:
+    """Worth a try where launches are what the device waits for."""
+    if state.on_cuda and state.launch_bound and state.one_backward:
+        yield Variant()
+
+
 CARD = Card(
     family="compute",
     does="graphs replay the step's kernels without launching each, and the garbage collector waits for chosen steps",
     evidence={"replayed_steps": 0, "gc_passes": 0},
-    answers={"launch_bound": 1, "host_other": 1},
+    answers={"launch_bound": 4},
     applies=on_gpu,
+    variants=_variants,
 )
 """What other files know of this rung."""
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -240,6 +241,7 @@ class GraphedSteps:
         if why is None:
             self._step, self._guard = static, self._read_guard()
             self._output = map_tensors(self._output, lambda tensor: tensor.detach())
+            self._calls = [replace(call, value=None) for call in self._calls]
         return why
 
     def _time(self, recorder: Recorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
@@ -265,11 +267,14 @@ class GraphedSteps:
         return None
 
 
+@dataclass(frozen=True)
 class _LogCall:
     """One call of ``module.log``, to be made again at each replay."""
 
-    def __init__(self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.name, self.value, self.args, self.options = name, value, args, options
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class _Watch:
@@ -358,5 +363,6 @@ def _watch(name: str) -> Callable[..., Any]:
     return used
 
 
-for _name in ("add sub mul mod floordiv truediv eq ne lt le gt ge bool index int float hash str repr format").split():
+_USES = """add sub mul mod floordiv truediv neg eq ne lt le gt ge bool index int float hash str repr format"""
+for _name in _USES.split():
     setattr(_Watched, f"__{_name}__", _watch(f"__{_name}__"))

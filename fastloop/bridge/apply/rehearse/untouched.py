@@ -161,7 +161,7 @@ class Kept:
             self._keep_callable(value)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
-        elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_NOT_WALKED):
+        elif hasattr(value, "__dict__") and not _is_foreign(f"{type(value).__module__}."):
             before = dict(vars(value))
             self._keep_attributes(value, before)
             for member in before.values():
@@ -213,6 +213,11 @@ class Kept:
             self._keep(content)
         if not isinstance(function, types.FunctionType) and not isinstance(hook, types.MethodType):
             self._keep(function)
+
+
+def _is_foreign(module: str) -> bool:
+    """Whether objects of this module's classes are torch's, Lightning's or the watch's, and not a recipe's."""
+    return module.startswith(_NOT_WALKED) or (module.startswith("fastloop.") and ".recipe_modules." not in module)
 
 
 def _holds(container: Any, before: list[Any]) -> bool:
