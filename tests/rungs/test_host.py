@@ -40,10 +40,10 @@ CUDA: dict[str, Any] = {"device": "cuda"}
 )
 def test_plan(facts: dict[str, Any], reason: str) -> None:
     change = Host(enabled=True).plan(Facts(**CUDA))
-    assert [action.keys for action in change.actions] == [("host.gc",), ("host.step_graph",)]
+    assert [action.keys for action in change.actions] == [("host.loop",), ("host.gc",), ("host.step_graph",)]
     assert change.parity == "approximate" and change.notes == ()
     left = Host(enabled=True).plan(Facts(**facts))
-    assert [action.keys for action in left.actions] == [("host.gc",)] and left.parity == "exact"
+    assert [action.keys for action in left.actions] == [("host.loop",), ("host.gc",)] and left.parity == "exact"
     assert reason in left.notes[0]
     with pytest.raises(NotApplicable, match=f"no step graph: .*{reason}"):
         Host(enabled=True, step_graph=True).plan(Facts(**facts))
@@ -51,11 +51,12 @@ def test_plan(facts: dict[str, Any], reason: str) -> None:
 
 def test_each_half_can_be_switched_off() -> None:
     only = Host(enabled=True, step_graph=False).plan(Facts(**CUDA))
-    assert [action.keys for action in only.actions] == [("host.gc",)] and (only.parity, only.notes) == ("exact", ())
+    assert [action.keys for action in only.actions] == [("host.loop",), ("host.gc",)] and (only.parity, only.notes) == (
+        "exact",
+        (),
+    )
     graphs = Host(enabled=True, gc_every_steps=None).plan(Facts(**CUDA))
-    assert [action.keys for action in graphs.actions] == [("host.step_graph",)]
-    with pytest.raises(NotApplicable, match="step_graph is false"):
-        Host(enabled=True, gc_every_steps=None, step_graph=False).plan(Facts(**CUDA))
+    assert [action.keys for action in graphs.actions] == [("host.loop",), ("host.step_graph",)]
     with pytest.raises(ConfigError, match=r"host\.gc_every_steps=0"):
         loop({"host": {"gc_every_steps": 0}})
 
@@ -90,7 +91,7 @@ def test_takes() -> None:
     assert module.found == {"threshold": MOST_YOUNG, "frozen": True}
     assert evidence(watcher, "host")["gc_passes"] == 2 and len(passes) >= 2 + 1  # the first before the training
     assert verdict(watcher, "host").took is True
-    assert verdict(watcher, "host").why == "2 passes of the garbage collector came at chosen steps"
+    assert verdict(watcher, "host").why.endswith("2 passes of the garbage collector came at chosen steps")
     assert Host(enabled=True).verify(Measurement()).took is None
 
 
@@ -144,7 +145,7 @@ def test_a_collector_that_the_user_set_stays_as_it_is() -> None:
         assert not gc.isenabled() and gc.get_freeze_count() == 0
     finally:
         gc.enable()
-    assert verdict(watcher, "host").why == "your script has switched the garbage collector off, and that stands"
+    assert "your script has switched the garbage collector off, and that stands" in verdict(watcher, "host").why
     gc.freeze()
     try:
         count = gc.get_freeze_count()

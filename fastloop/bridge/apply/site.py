@@ -10,6 +10,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.bridge.apply.thin_loop import thin
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Applied, Undo
@@ -70,6 +71,9 @@ class LiveSite:
     def note_each_batch(self, note: Callable[[], None]) -> Undo:
         self.every_batch.append(note)
         return lambda: self.every_batch.remove(note) if note in self.every_batch else None
+
+    def thin_loop(self) -> Applied:
+        return thin(self.trainer, self.module, self.note_each_batch)
 
     def take_notes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, which leads to the module's training_step, with the notes that are due taken inside the latter."""
