@@ -29,8 +29,11 @@ COMPILED: dict[str, Any] = {**KERNELS, "compile": {"pay_back": "ignore"}}
 STORE: dict[str, Any] = {**COMPILED, "cache": {"store": "device"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "loop": ("loop", {}),
+    "loop, host without graphs": ("loop", {"host": {"step_graph": False}}),
     "loop, host": ("loop", {"host": {}}),
-    "loop, garbage only": ("loop", {"host": {"step_graph": False}}),
+    "loop and a value": ("loop", {}),
+    "loop and a value, host without graphs": ("loop", {"host": {"step_graph": False}}),
+    "loop and a value, host": ("loop", {"host": {}}),
     "resident": ("resident", KERNELS),
     "resident, host": ("resident", {**KERNELS, "host": {}}),
     "resident, compile": ("resident", COMPILED),
@@ -43,12 +46,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 class Small(L.LightningModule):
     """Lightning's own work is all there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: bool) -> None:
         super().__init__()
+        self.logs = logs
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+        loss: torch.Tensor = self.net(batch).square().mean()
+        if self.logs:
+            self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -59,12 +66,14 @@ class Stopwatch(L.Callback):
 
     def __init__(self, steps: int) -> None:
         self.steps, self.began, self.seconds = steps, 0.0, 0.0
+        self.cpu_began = self.cpu_seconds = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in (self.steps // 2, self.steps):
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()
             self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+            self.cpu_seconds, self.cpu_began = time.process_time() - self.cpu_began, time.process_time()
 
 
 def measure(case: str, steps: int, size: str) -> dict[str, Any]:
@@ -81,7 +90,7 @@ def measure(case: str, steps: int, size: str) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if what == "loop":
         batches = DataLoader([torch.randn(8, 8, device=device)] * steps, batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(Small(), batches)
+        trainer.fit(Small("value" in case), batches)
     else:
         module, data = build_recipe(load("cifar10", overrides=[f"recipe.size={size}"]))
         if what == "store":
@@ -91,6 +100,7 @@ def measure(case: str, steps: int, size: str) -> dict[str, Any]:
             trainer.fit(module, DataLoader([pair] * steps, batch_size=None))  # type: ignore[arg-type]
     assert loop.measurement is not None
     row: dict[str, Any] = {"case": case, "us_per_step": 1e6 * watch.seconds / (steps - steps // 2)}
+    row["cpu_us_per_step"] = 1e6 * watch.cpu_seconds / (steps - steps // 2)
     if what != "loop":
         row["img_per_s"] = 128 * (steps - steps // 2) / watch.seconds
     row["verdicts"] = {each.rung: each.why for each in loop.verdicts if each.rung == "host" or not each.took}

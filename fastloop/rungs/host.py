@@ -90,8 +90,8 @@ class Host:
             told.append(f"none from there on: {why}")
         left_out = {name: evidence.get(name, 0) for name in ("hooks_left_out", "moves_left_out", "gc_passes")}
         told.append(
-            "left out: {hooks_left_out} empty hooks a batch, {moves_left_out} moves of logged values; {gc_passes} passes"
-            " of the garbage collector came at chosen steps".format(**left_out)
+            "left out: {hooks_left_out} empty hooks a batch, {moves_left_out} moves of logged values; {gc_passes}"
+            " passes of the garbage collector came at chosen steps".format(**left_out)
         )
         if (why := evidence.get("gc_refused")) is not None:
             told.append(why)

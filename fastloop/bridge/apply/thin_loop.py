@@ -1,7 +1,7 @@
 """What Lightning does at every batch though nothing comes of it, left out: the same values, hooks and order.
 
-Measured on Lightning 2.6.6 with a model of two small layers (CPU time of one slow core, 255 us a step for Lightning's own
-work, and 290 more for each value that is logged):
+Measured on Lightning 2.6.6 with a model of two small layers, in CPU time of one slow core, where Lightning's own work
+takes 255 us a step and each logged value 290 more:
 
     logged values   each ``self.log`` moves all that is kept for its name to the device where it is   -230 us a value
     hooks           Lightning looks up, times and calls hooks that nobody has overridden               -30 us
@@ -65,10 +65,11 @@ class ThinLoop:
         space = namespaces.of(self._trainer)
         if not isinstance(self._trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
             return
-        for owner, base in (
+        pairs: list[tuple[Any, Any]] = [
             (self._module, namespaces.load(space, "core.LightningModule")),
             *((each, namespaces.load(space, "callbacks.Callback")) for each in self._trainer.callbacks),
-        ):
+        ]
+        for owner, base in pairs:
             for name in BATCH_HOOKS:
                 if name not in vars(owner) and getattr(type(owner), name, None) is getattr(base, name):
                     self._set(vars(owner), name, None)
