@@ -48,7 +48,7 @@ class ThinLoop:
             for result in results.values():
                 if getattr(result, "is_tensor", False) and "to" not in vars(result):
                     self._moves.append(_Moved(result))
-                    self._set(vars(result), "to", self._moves[-1])
+                    self._set(result.__dict__, "to", self._moves[-1])
 
     def evidence(self) -> dict[str, int]:
         """Hooks that are not looked at, and moves of logged values that were none."""
