@@ -7,6 +7,9 @@ takes 255 us a step and each logged value 290 more:
     hooks           Lightning looks up, times and calls hooks that nobody has overridden               -30 us
     arguments       the signature of training_step is read anew for each batch                         -29 us
 
+What is logged with prog_bar=True is read off the device at each batch, bar or no bar, and the host never runs ahead.
+Here it is read when somebody looks; and a bar whose user left it at every batch looks at every 20th.
+
 All of it sits on instances, behind a look at what is there; what a version of Lightning does otherwise stays as it is.
 """
 
@@ -14,11 +17,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import torch
 
 from fastloop.bridge import namespaces
 from fastloop.records.plan import Applied
 
+REFRESH_BATCHES = 20
+"""Between two looks of a progress bar that would look at every batch."""
 BATCH_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -36,9 +44,13 @@ class ThinLoop:
         self._trainer, self._module = trainer, module
         self._loop, self._results, self._hooks = trainer.fit_loop.epoch_loop, 0, 0
         self._skipped: list[tuple[dict[str, Any], str]] = []
+        self._put_back: list[Callable[[], None]] = []
         self._moves: list[_Moved] = []
+        self._connector: Any = getattr(trainer, "_logger_connector", None)
         self._skip_hooks()
         self._read_signature_once()
+        self._read_numbers_late()
+        self._refresh_less()
 
     def note_results(self) -> None:
         """Before a batch: what was logged for the first time has a result by now."""
@@ -58,7 +70,11 @@ class ThinLoop:
         """Lightning does it all again."""
         for attributes, name in self._skipped:
             attributes.pop(name, None)
-        self._skipped = []
+        for put_back in self._put_back:
+            put_back()
+        self._skipped, self._put_back = [], []
+        if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
+            self._connector._progress_bar_metrics = dict(late)
 
     def _skip_hooks(self) -> None:
         """Lightning skips a hook that is not callable. A profiler of the user's would tell of those that are."""
@@ -79,7 +95,7 @@ class ThinLoop:
         original = getattr(self._loop, "_build_kwargs", None)
         if original is None or "_build_kwargs" in vars(self._loop):
             return
-        if list(inspect.signature(original).parameters) != ["kwargs", "batch", "batch_idx"]:
+        if len(inspect.signature(original).parameters) != 3:
             return
         known: list[Any] = [None, ()]
 
@@ -90,15 +106,74 @@ class ThinLoop:
                 made = original(kwargs, batch, batch_idx)
                 known[:] = function, list(made)
                 return made
-            for name in known[1]:
-                kwargs[name] = batch if name == "batch" else batch_idx
+            kwargs.update(zip(known[1], (batch, batch_idx), strict=False))
             return kwargs
 
         self._set(vars(self._loop), "_build_kwargs", build)
 
+    def _read_numbers_late(self) -> None:
+        """What a progress bar shows stays on the device until somebody looks."""
+        results: Any = getattr(self._loop, "_results", None)
+        needs = ("metrics", "valid_items", "_get_cache", "_forked_name")
+        if not all(callable(getattr(results, name, None)) for name in needs):
+            return
+        if type(getattr(self._connector, "_progress_bar_metrics", None)) is not dict:
+            return
+        original, late = results.metrics, LateNumbers(self._connector._progress_bar_metrics)
+        self._connector._progress_bar_metrics = late
+
+        def metrics(on_step: bool) -> Any:
+            shown = [each for each in results.values() if each.meta.prog_bar]
+            if not shown or self._connector._progress_bar_metrics is not late:
+                return original(on_step)
+            for each in shown:
+                each.meta.prog_bar = False
+            try:
+                made = original(on_step)
+            finally:
+                for each in shown:
+                    each.meta.prog_bar = True
+            for _, each in results.valid_items():
+                if each.meta.prog_bar and isinstance(value := results._get_cache(each, on_step), torch.Tensor):
+                    made["pbar"][results._forked_name(each, on_step)[1]] = value
+            return made
+
+        self._set(results.__dict__, "metrics", metrics)
+
+    def _refresh_less(self) -> None:
+        bar: Any = getattr(self._trainer, "progress_bar_callback", None)
+        if getattr(bar, "_refresh_rate", None) == 1:
+            self._put_back.append(partial(setattr, bar, "_refresh_rate", 1))
+            bar._refresh_rate = REFRESH_BATCHES
+
     def _set(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
         self._skipped.append((attributes, name))
+
+
+class LateNumbers(dict[str, Any]):
+    """A dictionary of numbers that may be on a device still: they are read off it when somebody looks."""
+
+    def settle(self) -> None:
+        """Read what is still on a device."""
+        for name, value in dict.items(self):
+            if isinstance(value, torch.Tensor):
+                dict.__setitem__(self, name, value.item())
+
+
+def _look_first(name: str) -> Callable[..., Any]:
+    original = getattr(dict, name)
+
+    def look(self: LateNumbers, *args: Any) -> Any:
+        self.settle()
+        return original(self, *args)
+
+    return look
+
+
+# `__iter__` too: without it, `{**numbers}` and `dict(numbers)` would copy what is there as it is.
+for _name in ("__getitem__", "__iter__", "__repr__", "__eq__", "items", "values", "get", "pop", "popitem", "copy"):
+    setattr(LateNumbers, _name, _look_first(_name))
 
 
 class _Moved:
