@@ -141,8 +141,10 @@ def _explain_no_graph(facts: Facts) -> str | None:
         return f"{facts.strategy} exchanges gradients, which a recording here does not hold"
     if not facts.automatic_optimization:
         return "manual optimization steps inside training_step"
-    if facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled:
-        return "several backward passes make one step"
+    if facts.accumulation_scheduled:
+        return "the number of batches in a step changes"
+    if facts.micro_batches and facts.accumulate == 1:
+        return "a rung cuts the batches"
     if facts.steps_with_iterator:
         return "training_step fetches its own batches"
     if facts.grad_hooks:

@@ -70,10 +70,10 @@ def pictures(samples: int = 15 * 32 + 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.arange(samples) % 10), batch_size=32)
 
 
-def both(rungs: Any, kind: Any = Pictures, **settings: Any) -> tuple[Any, Any, Any]:
+def both(rungs: Any, kind: Any = Pictures, accumulate: int = 1, **settings: Any) -> tuple[Any, Any, Any]:
     """The watcher, the module trained with these rungs, and the one trained with those of them that are no graphs."""
     rest = {name: keys for name, keys in rungs.items() if name != "host"}
-    more = {"max_epochs": 2, "gradient_clip_val": 1.0, **GPU}
+    more = {"max_epochs": 2, "gradient_clip_val": 1.0, "accumulate_grad_batches": accumulate, **GPU}
     ours, plain = seeded(kind, **settings), seeded(kind, **settings)
     watcher, _ = fit(rungs, ours, pictures(), **more)
     fit(rest or None, plain, pictures(), **more)
@@ -87,9 +87,10 @@ def deterministic() -> Any:
     torch.backends.cudnn.deterministic = False
 
 
-def test_replayed_steps_train_as_eager_ones_do() -> None:
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_replayed_steps_train_as_eager_ones_do(accumulate: int) -> None:
     """Losses, dropout's masks, the schedule, clipping, batch normalization's statistics, logged values."""
-    watcher, ours, plain = both(GRAPH)
+    watcher, ours, plain = both(GRAPH, accumulate=accumulate)
     found = evidence(watcher, "host")
     assert found["replayed_steps"] == 29 and found["eager_steps"] == 3 and found["recordings"] == 1, found
     print({"deviation": found["deviation"], "eager_ms": found["eager_ms"], "replay_ms": found["replay_ms"]})

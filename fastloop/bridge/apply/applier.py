@@ -215,8 +215,10 @@ class Applier:
             for convert in self.tries.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
                 args = (batch, *args[1:])
-        if self.graphs is not None and self.micro is None:
-            return self.graphs.run(step, *args)
+        if self.graphs is not None:
+            if self.micro is None:
+                return self.graphs.run(step, *args)
+            self.graphs.refused = "a rung cuts or merges the batches"
         if self.micro is None or not args:
             return step(*args, **kwargs)
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])

@@ -205,6 +205,7 @@ class GraphedSteps:
             loss = get_loss(output)
             if loss is None:
                 raise NotApplicable("training_step returned no loss for a batch")
+            loss = loss / self._site.trainer.accumulate_grad_batches  # as Lightning does before the backward
             return Ran(loss=loss, made=[*tensors(output), *(call.value for call in watch.calls)])
 
         def put_back() -> None:

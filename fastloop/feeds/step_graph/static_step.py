@@ -77,6 +77,8 @@ class StaticStep:
         self.forward(batch)
         made = [tensor.clone() for tensor in self.made]
         with gradients_aside(self._parameters.values()):
+            for parameter in self._parameters.values():
+                parameter.grad = None
             self.backward()
             named = self._parameters.items()
             return made, {name: each.grad.clone() for name, each in named if each.grad is not None}
@@ -87,10 +89,16 @@ class StaticStep:
         self._forward()
 
     def backward(self) -> None:
-        """Replay the backward of the last forward, and hand its gradients to the parameters."""
+        """Replay the backward of the last forward, and add its gradients to those that the parameters have."""
+        kept = [(each, own, static) for each, static in self._gradients if (own := each.grad) is not None]
+        sums = _copy_away([own for _, own, _ in kept], {id(static) for _, _, static in kept})
         self._backward()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        if kept:
+            torch._foreach_add_(sums, [static for _, _, static in kept])
+            for (parameter, _, _), gradient in zip(kept, sums, strict=True):
+                parameter.grad = gradient
 
     def fill(self, batch: Any) -> None:
         """Copy a batch to where the step reads it."""
@@ -119,6 +127,15 @@ class StaticStep:
         loss, self._loss = self._loss, None
         loss.backward()  # type: ignore[no-untyped-call]
         return [each.grad for each in self._parameters.values() if each.grad is not None]
+
+
+def _copy_away(gradients: list[torch.Tensor], static: set[int]) -> list[torch.Tensor]:
+    """The same gradients, those that a replay writes to as copies."""
+    own = [torch.empty_like(each) if id(each) in static else each for each in gradients]
+    pairs = [(copy, each) for copy, each in zip(own, gradients, strict=True) if copy is not each]
+    if pairs:
+        torch._foreach_copy_([copy for copy, _ in pairs], [each for _, each in pairs])
+    return own
 
 
 @contextlib.contextmanager
