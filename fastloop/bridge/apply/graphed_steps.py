@@ -73,6 +73,8 @@ class GraphedSteps:
         self._last_key: Any = None
         self._step: StaticStep | None = None
         self._guard: list[Any] = []
+        self._parts: list[Any] = []
+        """The modules that were recorded; whether they are those of the model still, they say themselves."""
         self._output: Any = None
         self._calls: Sequence[_LogCall] = ()
         self._uninstall: Undo | None = None
@@ -118,7 +120,7 @@ class GraphedSteps:
     def _drop(self) -> None:
         if self._step is not None:
             self._step.let_go()
-        self._step, self._guard = None, []
+        self._step, self._guard, self._parts = None, [], []
 
     # -- whether to replay ----------------------------------------------------------------------------------------
 
@@ -144,12 +146,15 @@ class GraphedSteps:
         """What a recording takes for granted of the model: where its tensors lie, which learn, and which mode it is
         in. It writes to those addresses, whatever they hold by then."""
         found: list[Any] = []
-        for module in self._site.module.modules():
-            found.append(module.training)
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found += (parameter.data_ptr(), parameter.requires_grad)
-            found += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
+        for part in self._parts or self._site.module.modules():
+            found.append(part.training)
+            found += map(id, part._modules.values())
+            for each in part._parameters.values():
+                if each is not None:
+                    found += (each.data_ptr(), each.requires_grad)
+            for each in part._buffers.values():
+                if each is not None:
+                    found.append(each.data_ptr())
         return found
 
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -240,7 +245,8 @@ class GraphedSteps:
         self.recordings += 1
         why = self._judge(first, second, replayed, again)
         if why is None:
-            self._step, self._guard = static, self._read_guard()
+            self._step, self._parts = static, list(module.modules())
+            self._guard = self._read_guard()
             self._output = map_tensors(self._output, lambda tensor: tensor.detach())
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
