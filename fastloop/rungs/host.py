@@ -3,7 +3,7 @@
 Faster because  one call replays all kernels of a forward, one those of a backward; empty hooks and moves of logged
                 values are left out, 0.2 ms for each value; the garbage collector waits for chosen steps.
 Costs           memory for a second set of activations; a few steps' time once, to record and to compare.
-Don't use when  a step takes tens of milliseconds, or training_step does what no graph holds, such as file access.
+Don't use when  training_step goes by what no check here sees: files, the clock, global variables. A replay does not.
 Evidence        steps that were replayed, or why none was, with the deviation from the eager step; passes at our steps
 Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """

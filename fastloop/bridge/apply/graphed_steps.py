@@ -322,7 +322,7 @@ class _Watch:
 
     def _take_log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not isinstance(value, torch.Tensor) or value.device != self._device:
-            self.notice(f"a number for self.log({name!r}) that is not on the device")
+            self.notice(f"a value for self.log({name!r}) that is no tensor on the device")
             return
         self.calls.append(_LogCall(name, value, args, options))
 
