@@ -29,17 +29,17 @@ COMPILED: dict[str, Any] = {**KERNELS, "compile": {"pay_back": "ignore"}}
 STORE: dict[str, Any] = {**COMPILED, "cache": {"store": "device"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "loop": ("loop", {}),
-    "loop, host without graphs": ("loop", {"host": {"step_graph": False}}),
-    "loop, host": ("loop", {"host": {}}),
+    "loop, host without graphs": ("loop", {"host": {}}),
+    "loop, host": ("loop", {"host": {"step_graph": True}}),
     "loop and a value": ("loop", {}),
-    "loop and a value, host without graphs": ("loop", {"host": {"step_graph": False}}),
-    "loop and a value, host": ("loop", {"host": {}}),
+    "loop and a value, host without graphs": ("loop", {"host": {}}),
+    "loop and a value, host": ("loop", {"host": {"step_graph": True}}),
     "resident": ("resident", KERNELS),
-    "resident, host": ("resident", {**KERNELS, "host": {}}),
+    "resident, host": ("resident", {**KERNELS, "host": {"step_graph": True}}),
     "resident, compile": ("resident", COMPILED),
-    "resident, compile, host": ("resident", {**COMPILED, "host": {}}),
+    "resident, compile, host": ("resident", {**COMPILED, "host": {"step_graph": True}}),
     "store, compile": ("store", STORE),
-    "store, compile, host": ("store", {**STORE, "host": {}}),
+    "store, compile, host": ("store", {**STORE, "host": {"step_graph": True}}),
 }
 
 

@@ -57,7 +57,7 @@ KEYS: dict[str, Any] = {
         "layout": {"enabled": False},
         "fused": {"enabled": False},
         "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "pay_back": "auto"},
-        "host": {"enabled": False, "gc_every_steps": "auto", "step_graph": "auto"},
+        "host": {"enabled": False, "gc_every_steps": "auto", "step_graph": False},
         "overlap": {
             "enabled": False,
             "gradient_as_bucket_view": True,

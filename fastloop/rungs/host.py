@@ -26,7 +26,7 @@ from fastloop.records.readings import on_gpu
 def _variants(state: ClimbState) -> Iterator[Variant]:
     """Worth a try where launches are what the device waits for."""
     if state.on_cuda and state.launch_bound and state.one_backward:
-        yield Variant()
+        yield Variant(settings=({"step_graph": "auto"},))
 
 
 CARD = Card(
@@ -35,6 +35,7 @@ CARD = Card(
     evidence={"replayed_steps": 0, "hooks_left_out": 0, "gc_passes": 0},
     answers={"launch_bound": 4},
     applies=on_gpu,
+    patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
     variants=_variants,
 )
 """What other files know of this rung."""
@@ -52,8 +53,8 @@ class Host:
     enabled: bool = False
     gc_every_steps: int | Literal["auto"] | None = "auto"
     """Batches between two passes of the garbage collector; null: as Python has it."""
-    step_graph: bool | Literal["auto"] = "auto"
-    """Replay recorded steps; auto: where that is faster."""
+    step_graph: bool | Literal["auto"] = False
+    """Replay recorded steps; auto: where that is faster. Off by itself until it has been measured on a GPU."""
 
     def __post_init__(self) -> None:
         why, do = "a pass comes after at least one batch", "write a positive number, auto or null"

@@ -80,7 +80,7 @@ def test_nvml_is_not_trusted_on_a_starved_device() -> None:
         ({"micro_batch": 32}, ("batch",), {"compile": {"enabled": True}}),
         ({"micro_batch": None}, (), {"compile": {"enabled": True}}),
         ({}, ("compile",), {"fused": {"enabled": True}}),
-        ({}, ("compile", "fused"), {"host": {"enabled": True}}),
+        ({}, ("compile", "fused"), {"host": {"enabled": True, "step_graph": "auto"}}),
         ({}, ("compile", "fused", "host"), None),
     ],
 )

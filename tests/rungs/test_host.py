@@ -38,10 +38,10 @@ CUDA: dict[str, Any] = {"device": "cuda"}
     ],
 )
 def test_plan(facts: dict[str, Any], reason: str) -> None:
-    change = Host(enabled=True).plan(Facts(**CUDA))
+    change = Host(enabled=True, step_graph="auto").plan(Facts(**CUDA))
     assert [action.keys for action in change.actions] == [("host.loop",), ("host.gc",), ("host.step_graph",)]
     assert change.parity == "approximate" and change.notes == ()
-    left = Host(enabled=True).plan(Facts(**facts))
+    left = Host(enabled=True, step_graph="auto").plan(Facts(**facts))
     assert [action.keys for action in left.actions] == [("host.loop",), ("host.gc",)] and left.parity == "exact"
     assert reason in left.notes[0]
     with pytest.raises(NotApplicable, match=f"no step graph: .*{reason}"):
@@ -49,12 +49,12 @@ def test_plan(facts: dict[str, Any], reason: str) -> None:
 
 
 def test_each_half_can_be_switched_off() -> None:
-    only = Host(enabled=True, step_graph=False).plan(Facts(**CUDA))
+    only = Host(enabled=True).plan(Facts(**CUDA))
     assert [action.keys for action in only.actions] == [("host.loop",), ("host.gc",)] and (only.parity, only.notes) == (
         "exact",
         (),
     )
-    graphs = Host(enabled=True, gc_every_steps=None).plan(Facts(**CUDA))
+    graphs = Host(enabled=True, gc_every_steps=None, step_graph="auto").plan(Facts(**CUDA))
     assert [action.keys for action in graphs.actions] == [("host.loop",), ("host.step_graph",)]
     with pytest.raises(ConfigError, match=r"host\.gc_every_steps=0"):
         loop({"host": {"gc_every_steps": 0}})
@@ -98,7 +98,7 @@ def test_a_graph_asked_for_by_name_must_be_replayed() -> None:
     garbage = {"gc_passes": 4, "gc_every_steps": 10}
     none = {**garbage, "replayed_steps": 0, "eager_steps": 40, "recordings": 0, "graph_refused": "its reason"}
     seen = Measurement(evidence={"host": none})
-    assert Host(enabled=True).verify(seen).took is True
+    assert Host(enabled=True, step_graph="auto").verify(seen).took is True
     named = Host(enabled=True, step_graph=True).verify(seen)
     assert named.took is False and "no step was replayed: its reason" in named.why
 

@@ -174,6 +174,19 @@ def test_a_recording_that_fails_leaves_no_trace(recorder: type[FakeRecorder], fa
     assert same(models.weights(ours), models.weights(plain))
 
 
+@pytest.mark.parametrize(("asked", "replayed"), [("auto", False), (True, True)])
+def test_replays_that_are_slower_are_the_users_own_wish(
+    recorder: type[FakeRecorder], asked: Any, replayed: bool
+) -> None:
+    recorder.slow_s = 1.0
+    ours = seeded(Step)
+    watcher, _ = fit({"host": {"step_graph": asked}}, ours, models.loader(24))
+    found = evidence(watcher, "host")
+    assert (found["replayed_steps"] > 0) is replayed
+    assert replayed or found["graph_refused"].startswith("the device is busy without it")
+    assert verdict(watcher, "host").took is True, "the rest of the rung did"
+
+
 class Unfreezes(BaseFinetuning):
     """Trains the first layer from the second epoch on."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ class FakeRecorder:
     """Comes out of recording, once the work has run."""
     error = 0.0
     """Added to what a replay writes."""
+    slow_s = 0.0
+    """That a replay takes at least."""
     replays = 0
 
     def __init__(self, device: torch.device) -> None:
@@ -38,6 +41,7 @@ class FakeRecorder:
 
         def replay() -> None:
             type(self).replays += 1
+            time.sleep(self.slow_s)
             for place, now in zip(static, work(), strict=True):
                 place.detach().copy_(now.detach() + self.error if now.is_floating_point() else now)
 
