@@ -60,6 +60,7 @@ KEYS: dict[str, Any] = {
         "loss": {"enabled": False, "pad_vocabulary": "auto", "chunks": 1},
         "fused": {"enabled": False},
         "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "scope": "auto", "pay_back": "auto"},
+        "host": {"enabled": False, "gc_every_steps": "auto", "step_graph": False},
         "overlap": {
             "enabled": False,
             "gradient_as_bucket_view": True,

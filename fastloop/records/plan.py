@@ -82,6 +82,16 @@ class Site(Protocol):
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
 
+    def note_each_batch(self, note: Callable[[], None]) -> Undo:
+        """Call `note` before each training_step."""
+
+    def thin_loop(self) -> Applied:
+        """Leave out what the training loop does at every batch though nothing comes of it."""
+
+    @property
+    def graph_steps(self) -> Callable[[bool], Applied]:
+        """Record a training step and replay it where that is safe; with False, also only where it is faster."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearse.budget import Terms
@@ -27,7 +28,7 @@ from fastloop.feeds.place.kept_order import Place
 from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Action, Moment, Plan, Step, Undo
+from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
 
 IN_STEPS = "second_look"
 """Among the evidence: batches with rungs and without, where somebody had to look."""
@@ -70,6 +71,7 @@ class Applier:
         self.plan = Plan()
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
+        self.graphs: GraphedSteps | None = None
         self._site: LiveSite | None = None
         self._loader_rungs: frozenset[str] = frozenset()
         """Enabled rungs whose plan waits for the train loader."""
@@ -96,6 +98,7 @@ class Applier:
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
+        self._site.graph_steps = self._graph_steps
         if trainer.state.fn != "fit":
             # Other stages get what changes results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
@@ -204,11 +207,17 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
+        for note in site.every_batch:
+            note()
         if self.tries is not None:
             self.tries.note_batch(args)
             for convert in self.tries.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
                 args = (batch, *args[1:])
+        if self.graphs is not None:
+            if self.micro is None:
+                return self.graphs.run(step, *args)
+            self.graphs.refused = "a rung cuts or merges the batches"
         if self.micro is None or not args:
             return step(*args, **kwargs)
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
@@ -220,6 +229,8 @@ class Applier:
 
     def after_backward(self) -> None:
         """Lightning has run a backward."""
+        if self.graphs is not None:
+            self.graphs.after_backward()
         if self.micro is not None:
             self.micro.after_backward()
         if self.tries is not None:
@@ -340,6 +351,22 @@ class Applier:
             self._undos.append((step.rung, applied.undo))
             self._probes.append((step.rung, applied.probe))
             self._cleans.append((step.rung, applied.clean))
+
+    def _graph_steps(self, asked: bool) -> Applied:
+        assert self._site is not None
+        graphs = GraphedSteps(
+            self._site,
+            asked=asked,
+            is_ready=lambda: self.tries is None or self.tries.is_over,
+            one_time=self.one_time,
+        )
+        self.graphs = graphs
+
+        def undo() -> None:
+            graphs.undo()
+            self.graphs = None
+
+        return Applied(undo=undo, probe=graphs.evidence)
 
     def _apply_step(self, step: Step) -> None:
         """All actions of a rung at once, in mid-run."""

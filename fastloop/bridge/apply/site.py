@@ -11,9 +11,10 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.bridge.apply.thin_loop import thin
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Undo
+from fastloop.records.plan import Applied, Undo
 
 
 class LiveSite:
@@ -28,6 +29,8 @@ class LiveSite:
         self.changed_sizes: list[Mapping[int, int]] = []
         self.groups = BatchGroups()
         self.graph_passes: list[Callable[[Any], Any]] = []
+        self.graph_steps: Callable[[bool], Applied] = lambda _asked: Applied(undo=lambda: None)
+        self.every_batch: list[Callable[[], None]] = []
         self._notes: list[Callable[[], None]] = []
 
     @property
@@ -80,6 +83,13 @@ class LiveSite:
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         self._notes.append(note)
+
+    def note_each_batch(self, note: Callable[[], None]) -> Undo:
+        self.every_batch.append(note)
+        return lambda: self.every_batch.remove(note) if note in self.every_batch else None
+
+    def thin_loop(self) -> Applied:
+        return thin(self.trainer, self.module, self.note_each_batch)
 
     def take_notes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, which leads to the module's training_step, with the notes that are due taken inside the latter."""
