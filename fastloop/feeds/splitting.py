@@ -20,10 +20,14 @@ class Piece(NamedTuple):
 
     batch: Any
     samples: int
-    weight: float
-    """Factor of this piece's mean loss in the step's loss."""
+    weight: Any
+    """Factor of this piece's mean loss in the step's loss; on the device where it counts tokens."""
     groups: int = 1
     """Merged batches that it holds whole, one after the other, of one size."""
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Its share of the step's loss, in the loss's own type."""
+        return loss * (self.weight.to(loss.dtype) if isinstance(self.weight, torch.Tensor) else self.weight)
 
 
 def cut(

@@ -52,6 +52,9 @@ class Site(Protocol):
     def set_precision(self, mode: str) -> Undo:
         """Let Lightning's own plugin run the mixed precision `mode`."""
 
+    def scale_rates(self, factor: float) -> Undo:
+        """Multiply all learning rates, and what schedulers compute them from; train_start only."""
+
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         """Let DistributedDataParallel be made with these keywords; before_wrap only."""
 

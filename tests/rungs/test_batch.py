@@ -23,8 +23,8 @@ from tests.rungs.two_ranks import CASES, results
 from tests.runs import Net, batches, both, distance, run
 
 NOTE = (
-    "a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
-    " changes with the micro-batch: prove yours with fastloop ab"
+    "the first step's gradient decides whether batches run in other pieces: they stay as they are where the loss"
+    " compares samples (contrastive, in-batch negatives)"
 )
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 
@@ -53,7 +53,6 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "given", "reason"),
     [
-        ({"micro_batch": "auto"}, facts(), "micro_batch: auto does not exist yet; write a number"),
         ({}, facts(automatic_optimization=False), "manual optimization: the module runs its own backward passes"),
         (
             {},
