@@ -38,7 +38,7 @@ class _Sampled(NamedTuple):
     others: list[torch.Tensor]
     drew: bool
     """training_step draws random numbers."""
-    logged: list[dict[str, Any]]
+    logged: list[dict[str, float]]
     """What was logged for each piece of either."""
 
 
@@ -118,14 +118,14 @@ def weigh_pieces(
 
 
 def _find_token_means(
-    logged: Sequence[dict[str, Any]], samples: Sequence[int], weights: Sequence[float]
+    logged: Sequence[dict[str, float]], samples: Sequence[int], weights: Sequence[float]
 ) -> frozenset[str]:
     """Names of logged values whose pieces make up the whole batch's, the last one, by `weights` and not by samples."""
     *pieces, whole = logged
     names = set()
     for name, value in whole.items():
         parts = [piece[name] for piece in pieces if name in piece]
-        if len(parts) == len(pieces) and all(isinstance(part, float) for part in (value, *parts)):
+        if len(parts) == len(pieces):
             names |= {name} if abs(mean(parts, weights) - value) < abs(mean(parts, samples) - value) else set()
     return frozenset(names)
 
@@ -156,17 +156,20 @@ def _sample(
             return sample_gradient(loss * scale, parameters)
 
     def note(name: str, value: Any, *_args: Any, **_named: Any) -> None:
-        single = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        logged[-1][name] = float(value) if single else value
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            logged[-1][name] = float(value)
 
-    logged: list[dict[str, Any]] = []
+    logged: list[dict[str, float]] = []
     with quiet(strategy, note), _without_chance(module), unwritten(list(module.parameters())):
         with untouched(module), nullcontext() if means is None else means.looking():
             before = _read_streams(strategy)
             first = [sample(piece, number) for number, piece in enumerate(own)]
             drew = not all(map(torch.equal, before, _read_streams(strategy)))
+            known = list(logged)  # what the module's `log` writes to is put back, too
         with untouched(module), nullcontext() if means is None else means.looking():
-            return _Sampled(first, [sample(piece, 0) for piece in others], drew, logged)
+            return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
 
 
 def _judge(

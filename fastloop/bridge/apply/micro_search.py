@@ -147,8 +147,8 @@ class _Run:
                 if known is not None:
                     return FoundSize(size=known, why="it was the fastest here in an earlier run, and runs in this one")
                 self._time_each()
-        except TimeLimit:
-            self.limit = f"by the {LIMIT_S:.0f} s that a search may take"
+        except TimeLimit as error:
+            problem, self.limit = error, f"by the {LIMIT_S:.0f} s that a search may take"
         except Exception as error:
             let_through(error)
             self._check_device(error)

@@ -1,0 +1,213 @@
+"""The search for a micro-batch on the first step: what it finds, what it says, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torchmetrics
+
+from fastloop.bridge.apply import micro_search
+from tests.bridge.apply.test_piecelogs import Memory
+from tests.runs import Net, Run, batches, both, distance, run
+
+AUTO, BY_HAND = {"batch": {}}, {"batch": {"micro_batch": 16}}
+ACCUMULATE: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
+EVEN = partial(batches, 96, shuffle=True)
+SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The notes of earlier runs, which here are none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Milliseconds that each size seems to take; 16 samples are the fastest."""
+    ms = {2: 4.0, 4: 6.0, 8: 8.0, 16: 10.0, 32: 24.0}
+    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, size, _piece: ms[size])
+    return ms
+
+
+class Keeps(Net):
+    """Has all that a forward pass may leave a trace in."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.AdamW, lr=0.01)
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+        self.net.insert(2, torch.nn.Dropout(0.2))
+        self.error = torchmetrics.MeanSquaredError()
+        self.calls, self.seen = 0, [0.0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        self.seen.append(random.random() + float(numpy.random.rand()))
+        batch[0].add_(0.01)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.error(self.net(batch[0]), batch[1])
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return loss
+
+
+def fit(rungs: Any) -> tuple[Run, Memory]:
+    random.seed(0)
+    numpy.random.seed(0)
+    logger = Memory()
+    done = run(rungs, EVEN(), Keeps, logger=logger, log_every_n_steps=1, **ACCUMULATE)
+    return done, logger
+
+
+def list_traces(one: tuple[Run, Memory], other: tuple[Run, Memory]) -> set[str]:
+    """In what two runs differ."""
+    found = set()
+    for name, a, b in (
+        ("order", one[0].module.samples, other[0].module.samples),
+        ("calls", one[0].module.calls, other[0].module.calls),
+        ("draws", one[0].module.seen, other[0].module.seen),
+        ("hooks", one[0].record.hooks, other[0].record.hooks),
+        ("rates", one[0].record.rates, other[0].record.rates),
+        ("logs", one[1].logged, other[1].logged),
+    ):
+        found |= {name} if a != b else set()
+    for name, value in one[0].module.state_dict().items():
+        found |= {name} if not torch.equal(value, other[0].module.state_dict()[name]) else set()
+    states = [each[0].trainer.optimizers[0].state.values() for each in (one, other)]
+    for a, b in zip(*states, strict=True):
+        found |= {f"optimizer {name}" for name in a if not torch.equal(a[name], b[name])}
+    return found
+
+
+def test_auto_is_the_run_with_its_number_written_by_hand(
+    timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand, draws = fit(BY_HAND), torch.rand(3)
+    ours, ours_draws = fit(AUTO), torch.rand(3)
+    assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
+    assert by_hand[1].logged and ours[0].verdict("batch").took is True
+    assert ours[0].verdict("batch").why == (
+        "32 samples a loader batch ran as micro-batches of 16/16; 1 BatchNorm layers kept up to 2 batches apart; auto"
+        " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
+        " optimizer step, not by memory"
+    )
+    # The control: without the guards every trace shows.
+    monkeypatch.setattr(micro_search, "untouched", lambda _module: torch.enable_grad())
+    monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    traces = list_traces(by_hand, fit(AUTO))
+    assert {"calls", "draws", "logs", "net.0.weight", "net.1.running_mean", "optimizer exp_avg", "order"} <= traces
+
+
+def test_what_was_found_is_run_once_and_not_timed_again(
+    timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[int] = []
+    play = micro_search._Run._play
+    monkeypatch.setattr(
+        micro_search._Run, "_play", lambda own, size, piece: (played.append(size), play(own, size, piece))[1]
+    )
+    first = run(AUTO, EVEN(), **ACCUMULATE)
+    assert set(played) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
+    played.clear()
+    timed |= {32: 1.0}
+    again = run(AUTO, EVEN(), **ACCUMULATE)
+    assert played == [16] and "fastest here in an earlier run, and runs in this one" in again.verdict("batch").why
+    assert distance(first, again) == 0
+    # Another shape of batches is another question, and so is memory that somebody else holds now.
+    assert run(AUTO, batches(192, 16), **ACCUMULATE | {"accumulate_grad_batches": 2}).seen("batch")["rates"]
+    with_less = run(AUTO, EVEN(), partial(Hungry, 8), **ACCUMULATE)
+    assert with_less.verdict("batch").took is False and "not enough for 16" in with_less.verdict("batch").why
+
+
+class Hungry(Net):
+    """Fits `most` samples."""
+
+    def __init__(self, most: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.most, self.error, self.refused = most, error or RuntimeError(SAYS), []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > self.most:
+            REFUSED.append(len(batch[0]))
+            raise self.error
+        return super().loss(batch)
+
+
+REFUSED: list[int] = []
+Hungry.__name__ = Hungry.__qualname__ = "Net"  # the same model to who remembers it by its class
+
+
+@pytest.mark.parametrize(
+    ("most", "window", "took", "why"),
+    [
+        (16, 4, 16, "limited by memory: there was not enough for 32"),
+        (8, 4, 8, "limited by memory: there was not enough for 16"),
+        (4, 1, 4, "limited by memory: there was not enough for 8"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_not_taken(
+    most: int, window: int, took: int, why: str, timed: dict[int, float]
+) -> None:
+    REFUSED.clear()
+    timed |= {16: 1e-9, 32: 1e-9, 8: 1.0}
+    done = run(AUTO, EVEN(), partial(Hungry, most), max_epochs=1, accumulate_grad_batches=window)
+    assert done.seen("batch")["micro_batch"] == took and why in done.verdict("batch").why
+    assert REFUSED and set(REFUSED) == {2 * most}, "it was tried, and only while searching"
+    assert all(str(size) not in done.seen("batch")["rates"] for size in (16, 32) if size > most)
+
+
+def test_one_sample_that_does_not_fit() -> None:
+    with (
+        pytest.raises(RuntimeError, match="Tried to allocate") as raised,
+        pytest.warns(UserWarning, match="one sample does not fit into the memory: by memory: there was not enough"),
+    ):
+        run(AUTO, EVEN(), partial(Hungry, 0), max_epochs=1)
+    assert raised.traceback[-1].name == "loss"
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), MemoryError("of the host")])
+def test_the_users_own_error_arrives_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)) as raised, pytest.warns(UserWarning, match="nothing could be"):
+        run(AUTO, EVEN(), partial(Hungry, 4, error), **ACCUMULATE)
+    assert raised.value is error and raised.traceback[-1].name == "loss"
+
+
+def test_limited_by_the_dataset(timed: dict[int, float]) -> None:
+    """B1: an epoch has two batches, and four were to be accumulated."""
+    done = run(AUTO, batches(16), **ACCUMULATE)
+    assert done.loop is not None and done.verdict("batch").took is False
+    notes = " ".join(done.loop.plan.steps[0].change.notes)
+    assert "batches are not merged: an epoch has 2 batches, fewer than the 4 of one window" in notes
+    assert set(done.seen("batch")["rates"]) == {"2", "4", "8"}
+
+
+def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, float]) -> None:
+    timed[8] = 1.0
+    plain, ours = both(AUTO, EVEN, **ACCUMULATE)
+    assert ours.verdict("batch").took is False and distance(plain, ours) == 0
+    assert ours.verdict("batch").why.startswith("windows run batch by batch: your own micro-batch stays: samples/s by")
+    plain, ours = both(AUTO, EVEN, max_epochs=1)
+    assert ours.verdict("batch").why.startswith("batches run whole: your own micro-batch stays: samples/s by size 2:")
+    assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
+
+
+def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, timed: dict[int, float]) -> None:
+    monkeypatch.setattr(micro_search, "LIMIT_S", 0.3)
+
+    class Slow(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            if len(batch[0]) > 16 and self.trainer.global_step == 0:
+                while True:
+                    pass
+            return super().loss(batch)
+
+    done = run(AUTO, EVEN(), Slow, **ACCUMULATE)
+    assert "your own micro-batch stays: nothing could be tried: TimeLimit" in done.verdict("batch").why
