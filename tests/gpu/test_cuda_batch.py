@@ -1,4 +1,4 @@
-"""The search for a micro-batch on a CUDA device: memory is measured and predicted, and what is found stays within it."""
+"""The search for a micro-batch on a CUDA device: memory is measured and predicted; what is found stays within it."""
 
 from __future__ import annotations
 
