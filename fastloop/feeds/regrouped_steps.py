@@ -79,7 +79,10 @@ def plan_regrouping(
     if micro == "auto":
         _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
-        notes.append("auto: the first step tries which micro-batch is the fastest; your own stays where it is")
+        notes.append(
+            "auto: the first step tries on its own samples which micro-batch is the fastest, and yours stays where it"
+            " is; longer samples later on take more memory"
+        )
     elif size is not None and not merges and not (idle_is_fine and micro >= size):
         _check_size(size, micro)
     if size is not None and merges and groups and micro != "auto":

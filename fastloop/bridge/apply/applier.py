@@ -328,6 +328,7 @@ class Applier:
             key=(sorted(self._held), site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
             skip=skip,
             say=self.say,
+            warn=lambda line: self.warn(f"{rung}: {line}"),
         )
 
     @contextlib.contextmanager

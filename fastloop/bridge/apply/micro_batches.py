@@ -255,8 +255,6 @@ class MicroBatches:
         if self.micro == own:
             self.refused, self._undecided = f"your own micro-batch stays: {self.found.why}", False
             self._apart_why = self.refused
-            if not self.found.rates:
-                self.warn(f"{self.rung}: {self.refused}")
 
     def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """Pieces of one of the user's batches; the batch itself where its gradient is not theirs."""

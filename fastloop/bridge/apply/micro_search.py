@@ -40,7 +40,8 @@ LEAST_STEPS = 100
 """Of a run that a shipped ladder lets search; it costs about ten."""
 STATE_COPIES = 2
 """Of the parameters, in the state of an optimizer that shows nothing."""
-GIB = 2**30
+GIB, MUCH = 2**30, 2
+"""A CUDA context takes less than so many."""
 Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
 """Switches rungs on for a while; gives what converts a batch for them."""
 
@@ -65,8 +66,10 @@ class SizeSearch:
         key: object = None,
         skip: Callable[[], str | None] = lambda: None,
         say: Callable[[str], None] = lambda _line: None,
+        warn: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        self.target, self.whole, self.quick, self.key, self.skip, self.say = target, whole, quick, key, skip, say
+        self.target, self.whole, self.quick, self.key, self.skip = target, whole, quick, key, skip
+        self.say, self.warn = say, warn
 
     def find(
         self,
@@ -165,10 +168,13 @@ class _Run:
     def _explain_nothing(self, problem: Exception | None) -> FoundSize:
         if problem is not None and not is_out_of_memory(problem):
             said = " ".join(str(problem).split())[:200]
-            return FoundSize(size=self.own, why=f"nothing could be tried: {type(problem).__name__}: {said}")
-        least = min(self.sizes)
-        fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"
-        return FoundSize(size=self.own, why=f"{fits} into the memory: {self.limit}")
+            why = f"nothing could be tried: {type(problem).__name__}: {said}"
+        else:
+            least = min(self.sizes)
+            fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"
+            why = f"{fits} into the memory: {self.limit}"
+        self.given.warn(f"your own micro-batch of {self.own} stays: {why}")
+        return FoundSize(size=self.own, why=why)
 
     # -- which sizes run --------------------------------------------------------------------------------------------
 
@@ -223,7 +229,10 @@ class _Run:
 
     def _limit_by_memory(self, said: str) -> None:
         assert self.room is not None
-        self.limit = f"by memory: {said} of {self.room / GIB:.1f} GiB"
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        held = f" ({others / GIB:.1f} GiB are held by others)" if others > MUCH * GIB else ""
+        self.limit = f"by memory: {said} of {self.room / GIB:.1f} GiB{held}"
 
     def _note_failure(self, size: int, error: Exception) -> None:
         let_through(error)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import micro_search
 from tests.bridge.apply.test_piecelogs import Memory
@@ -130,9 +131,9 @@ def test_what_was_found_is_run_once_and_not_timed_again(
 class Hungry(Net):
     """Fits `most` samples."""
 
-    def __init__(self, most: int, error: Exception | None = None) -> None:
+    def __init__(self, most: int, error: BaseException | None = None) -> None:
         super().__init__()
-        self.most, self.error, self.refused = most, error or RuntimeError(SAYS), []
+        self.most, self.error = most, error or RuntimeError(SAYS)
 
     def loss(self, batch: Any) -> torch.Tensor:
         if len(batch[0]) > self.most:
@@ -211,3 +212,20 @@ def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, time
 
     done = run(AUTO, EVEN(), Slow, **ACCUMULATE)
     assert "your own micro-batch stays: nothing could be tried: TimeLimit" in done.verdict("batch").why
+
+
+def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:
+    """B8: loggers, `log`, modes and threads are what they were; nothing is remembered."""
+    module = Hungry(16, KeyboardInterrupt())
+    logger, trainers = Memory(), []
+
+    class Keep(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainers.append(trainer)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(AUTO, EVEN(), lambda: module, logger=logger, callbacks=(Keep(),), **ACCUMULATE)
+    assert trainers[0].global_step == 0 and trainers[0].loggers == [logger] and "log" not in vars(module)
+    assert module.training and all(each.grad is None for each in module.parameters())
+    module.most = 32
+    assert run(AUTO, EVEN(), lambda: module, **ACCUMULATE).seen("batch")["rates"]
