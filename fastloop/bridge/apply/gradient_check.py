@@ -18,6 +18,7 @@ from fastloop.bridge.apply.read_precision import find_precision
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.apply.site import attribute
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
+from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
 from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
@@ -90,8 +91,10 @@ def weigh_pieces(
     Where the whole batch does not fit into the memory, one piece is compared with its halves.
     """
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
+    alone = strategy.lightning_module.trainer.world_size == 1
     try:
-        seen = _sample(strategy, pieces, [whole], take_loss)
+        with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
+            seen = _sample(strategy, pieces, [whole], take_loss)
     except Exception as error:
         if is_out_of_memory(error):
             first = pieces[0]

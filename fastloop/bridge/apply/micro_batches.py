@@ -30,7 +30,7 @@ from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
-from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, join
+from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss, join, sum_losses
 from fastloop.judge.micro_batch import FoundSize, list_sizes
 
 
@@ -174,7 +174,7 @@ class MicroBatches:
         self._held = [
             (parameter, gradient) for parameter, gradient in zip(parameters, held, strict=True) if gradient is not None
         ]
-        loss = _sum_losses(outputs, pieces)
+        loss = sum_losses(outputs, pieces)
         kept = [number for number, skip in enumerate(skipped) if not skip]
         return join([outputs[number] for number in kept], [pieces[number] for number in kept], loss)
 
@@ -202,6 +202,9 @@ class MicroBatches:
     def _choose_pieces(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """The batch in micro-batches of the size that was asked for, or the user's batches of its window."""
         window = self._take_window(trainer, batch)
+        if self.search is not None and window is not None and len(window[0]) < window[1]:
+            self.micro = window[0][0]  # a run that was resumed inside of a window searches in the next
+            return self._cut(batch, trainer, window)
         if self.search is not None:
             self._find_size(self.search, strategy, batch, window, rest)
         self.apart = self.refused is not None
@@ -306,7 +309,11 @@ class MicroBatches:
             return get_loss(step(batch, *self._number(rest, number)))
 
         with self._one_time.span("rehearsal"):
-            return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
+            if merged[0].samples >= own[0].samples:
+                return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
+            # A search found that the user's own batch does not fit.
+            reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss)
+            return reason or (weighing and "the loss is a mean over tokens, and is weighed by samples in a window")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
         """Why windows are not merged in this run, on any rank."""
@@ -365,20 +372,6 @@ class MicroBatches:
         if self._misfit or not (rows == self.whole[0] or (last and rows == self.whole[1])):
             self._misfit = True
             raise CannotSplit(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
-
-
-def get_loss(output: Any) -> Any:
-    """The loss in what training_step returned: a tensor, the 'loss' of a mapping, or None."""
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def _sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
-    """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
-    losses = [get_loss(output) for output in outputs]
-    known = [piece.weigh(loss.detach()) for loss, piece in zip(losses[:-1], pieces, strict=False) if loss is not None]
-    skips_last = losses[-1] is None
-    last = torch.zeros_like(known[0], requires_grad=True) if skips_last else pieces[-1].weigh(losses[-1])
-    return sum(known, start=last)
 
 
 def _skip_exchange(strategy: Any) -> contextlib.AbstractContextManager[Any]:

@@ -152,6 +152,7 @@ Hungry.__name__ = Hungry.__qualname__ = "Net"  # the same model to who remembers
         (16, 4, 16, "limited by memory: there was not enough for 32"),
         (8, 4, 8, "limited by memory: there was not enough for 16"),
         (4, 1, 4, "limited by memory: there was not enough for 8"),
+        (4, 4, 4, "limited by memory: there was not enough for 8"),
     ],
 )
 def test_a_size_that_does_not_fit_is_not_taken(
@@ -168,7 +169,7 @@ def test_a_size_that_does_not_fit_is_not_taken(
 def test_one_sample_that_does_not_fit() -> None:
     with (
         pytest.raises(RuntimeError, match="Tried to allocate") as raised,
-        pytest.warns(UserWarning, match="one sample does not fit into the memory: by memory: there was not enough"),
+        pytest.warns(UserWarning, match="one sample does not fit into the memory"),
     ):
         run(AUTO, EVEN(), partial(Hungry, 0), max_epochs=1)
     assert raised.traceback[-1].name == "loss"
