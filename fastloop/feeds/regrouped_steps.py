@@ -50,7 +50,8 @@ def plan_other_batch(facts: Facts, loader: LoaderFacts, samples: int, scaling: s
     before = samples * facts.accumulate // window
     loud = f"ANOTHER TRAINING: an optimizer step has {samples} samples in place of {before}; learning rates {rates}"
     wants = {"trainer.accumulate_grad_batches": window, **change.wants}
-    notes = (loud, *change.notes)
+    steps = f"max_steps and schedules still count steps, each of {window / facts.accumulate:g} times the samples"
+    notes = (loud, steps, *change.notes)
     return dataclasses.replace(change, parity="changes-training", wants=wants, notes=notes), factor
 
 
@@ -89,6 +90,8 @@ def plan_regrouping(
         micro = _round_down(micro, size, notes)
     if norms:
         notes += _list_norm_notes(facts, loader, micro, groups=groups, batch_norm=batch_norm)
+    if facts.precision in ("bf16-true", "16-true") and not merges:
+        notes.append(f"gradients add up in {facts.precision}: many small ones are lost; bf16-mixed keeps them")
     after: dict[str, Any] = {"micro_batches": True}
     if merges:
         wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}

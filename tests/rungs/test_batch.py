@@ -156,6 +156,14 @@ def test_plan_says_what_changes() -> None:
     )
     assert Batch(enabled=True, micro_batch=4).plan(Facts()).waits_for == "the train loader"
     Batch(enabled=True, micro_batch=4, loss_is_mean=True).plan(facts(not_mean_losses=("x",)))
+    half = Batch(enabled=True, micro_batch=4).plan(facts(precision="bf16-true"))
+    assert "gradients add up in bf16-true: many small ones are lost; bf16-mixed keeps them" in half.notes
+    other = Batch(enabled=True, micro_batch=4, global_batch=16).plan(facts(accumulate=4))
+    assert other.wants == {"step.micro_batch": 4, "trainer.accumulate_grad_batches": 2}
+    assert other.notes[:2] == (
+        "ANOTHER TRAINING: an optimizer step has 16 samples in place of 32; learning rates as they are",
+        "max_steps and schedules still count steps, each of 0.5 times the samples",
+    )
 
 
 @pytest.mark.parametrize(

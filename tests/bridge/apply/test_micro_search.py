@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import micro_search
+from tests import runs
 from tests.bridge.apply.test_piecelogs import Memory
 from tests.runs import Net, Run, batches, both, distance, run
 
@@ -230,3 +232,40 @@ def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:
     assert module.training and all(each.grad is None for each in module.parameters())
     module.most = 32
     assert run(AUTO, EVEN(), lambda: module, **ACCUMULATE).seen("batch")["rates"]
+
+
+def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """B7: every later call would fail; the user's own error says why."""
+    lost = RuntimeError("CUDA error: device-side assert triggered")
+    tried: list[int] = []
+
+    def synchronize(_run: Any) -> None:
+        if tried:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Asserts(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            if len(batch[0]) == 16:
+                tried.append(16)
+                raise lost
+            return super().loss(batch)
+
+    monkeypatch.setattr(micro_search._Run, "_synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="device-side assert") as raised:
+        run(AUTO, EVEN(), Asserts, **ACCUMULATE)
+    assert raised.value is lost and tried == [16]
+
+
+def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runs.watching
+
+    def by_ladder(*args: Any, **settings: Any) -> Any:
+        loop = made(*args, **settings)
+        loop.config = dataclasses.replace(loop.config, by_ladder=frozenset({"batch"}))
+        return loop
+
+    monkeypatch.setattr(runs, "watching", by_ladder)
+    plain, ours = both(AUTO, EVEN, **ACCUMULATE)
+    assert "your own micro-batch stays: this run is too short to search, 5 steps" in ours.verdict("batch").why
+    assert distance(plain, ours) == 0
+    assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 40}).seen("batch")["micro_batch"] == 16
