@@ -266,6 +266,6 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
 
     monkeypatch.setattr(runs, "watching", by_ladder)
     plain, ours = both(AUTO, EVEN, **ACCUMULATE)
-    assert "your own micro-batch stays: this run is too short to search, 5 steps" in ours.verdict("batch").why
+    assert "your own micro-batch stays: this run is too short to search, " in ours.verdict("batch").why
     assert distance(plain, ours) == 0
     assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 40}).seen("batch")["micro_batch"] == 16
