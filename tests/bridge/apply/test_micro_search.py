@@ -269,3 +269,73 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
     assert "your own micro-batch stays: this run is too short to search, " in ours.verdict("batch").why
     assert distance(plain, ours) == 0
     assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 40}).seen("batch")["micro_batch"] == 16
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A device of 120 GiB, 15 of them others', on which a micro-batch takes 10 GiB and 4 a sample."""
+    state: dict[str, Any] = {"room": 100, "played": [], "retries": {}}
+    play = micro_search._Run._play
+
+    def watched(own: Any, size: int, piece: Any) -> float:
+        state["played"].append(size)
+        return play(own, size, piece)
+
+    fakes = {
+        "mem_get_info": lambda _device: (105 * GIB, 120 * GIB),
+        "memory_reserved": lambda _device: 0,
+        "max_memory_reserved": lambda _device: (10 + 4 * state["played"][-1]) * GIB,
+        "reset_peak_memory_stats": lambda _device: None,
+        "memory_stats": lambda _device: {
+            "num_alloc_retries": sum(state["retries"].get(size, 0) for size in state["played"])
+        },
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(micro_search._Run, "_play", watched)
+    monkeypatch.setattr(micro_search._Run, "_read_room", lambda _run: state["room"] * GIB)
+    return state
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("room", "retries", "never", "took", "why"),
+    [
+        (100, {}, {32}, 16, "by memory: 32 would take about 138.0 of 100.0 GiB (15.0 GiB are held by others)"),
+        (140, {}, set(), 32, "by the samples of your optimizer step, not by memory"),
+        (140, {16: 2}, {32}, 8, "by memory: 16 takes 74.0 (2 allocations had to be tried again) of 140.0 GiB"),
+        (30, {}, {8, 16, 32}, 4, "by memory: 8 would take about 42.0 of 30.0 GiB"),
+    ],
+)
+def test_memory_is_predicted_before_it_is_taken(
+    room: int, retries: Any, never: set[int], took: int, why: str, timed: dict[int, float], device: dict[str, Any]
+) -> None:
+    """What is expected not to fit never runs, and what only fits after retries is not taken."""
+    device |= {"room": room, "retries": retries}
+    timed |= {32: 1.0, 16: 2.0, 8: 4.0, 4: 8.0}
+    done = run(AUTO, EVEN(), partial(Net, torch.optim.AdamW), **ACCUMULATE)
+    assert not never & set(device["played"]) and done.seen("batch")["micro_batch"] == took
+    assert why in done.verdict("batch").why and took in device["played"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "copies"),
+    [
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+        (torch.optim.LBFGS, {}, micro_search.STATE_COPIES),  # its step wants a closure
+    ],
+)
+def test_the_state_that_an_optimizer_will_have(kind: Any, options: Any, copies: int) -> None:
+    model = torch.nn.Linear(100, 100)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    before = [each.clone() for each in model.parameters()]
+    assert micro_search.count_state_bytes(optimizer) == pytest.approx(copies * 4 * 10_100, rel=0.01)
+    assert not optimizer.state and all(map(torch.equal, before, model.parameters()))
+    if kind is torch.optim.AdamW:
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        assert micro_search.count_state_bytes(optimizer) == 0, "it is there, and takes its memory already"
