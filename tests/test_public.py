@@ -50,7 +50,9 @@ KEYS: dict[str, Any] = {
         "batch": {
             "enabled": False,
             "micro_batch": "auto",
+            "target_memory": 0.9,
             "global_batch": "keep",
+            "lr_scaling": "none",
             "batch_norm": "groups",
             "loss_is_mean": False,
         },

@@ -56,6 +56,9 @@ class Site(Protocol):
             cache_weights: of mixed precision: round each weight once in a forward, and not at each use.
         """
 
+    def scale_rates(self, factor: float) -> Undo:
+        """Multiply all learning rates, and what schedulers compute them from; train_start only."""
+
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         """Let DistributedDataParallel be made with these keywords; before_wrap only."""
 

@@ -7,15 +7,17 @@ Lightning offers, keeps an undo for each, and collects the evidence probes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.bridge.apply.micro_search import LEAST_STEPS, SizeSearch
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.rehearse.tries import Tries
@@ -306,7 +308,7 @@ class Applier:
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             self.micro = MicroBatches(
-                samples,
+                self._make_search(site, rung, changed.wants) if samples == "auto" else samples,
                 rung=rung,
                 strict=self.strict,
                 compares=not changed.wants.get("step.loss_is_mean"),
@@ -319,6 +321,44 @@ class Applier:
         if self.micro is not None:
             self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
         return result
+
+    def _make_search(self, site: LiveSite, rung: str, wants: Mapping[str, Any]) -> SizeSearch:
+        """What finds the micro-batch on the first step."""
+
+        def skip() -> str | None:
+            if self.terms is None or rung not in self.terms.by_ladder or not self.terms.weighs_costs:
+                return None
+            left = self.terms.of_run(site.trainer).steps_left
+            return None if left is None or left >= LEAST_STEPS else f"this run is too short to search, {left} steps"
+
+        return SizeSearch(
+            target=wants["step.target_memory"],
+            whole=wants["step.whole_batches"],
+            quick=partial(self._quick_rungs, site),
+            key=(sorted(self._held), site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
+            skip=skip,
+            say=self.say,
+            warn=lambda line: self.warn(f"{rung}: {line}"),
+        )
+
+    @contextlib.contextmanager
+    def _quick_rungs(self, site: LiveSite) -> Iterator[Callable[[Any], Any]]:
+        """With those rungs on that wait for the rehearsal and have no one-time cost; gives what converts a batch."""
+        before = list(site.staging.conversions)
+        steps = [step for step in self.plan.planned if step.rung in self._held and step.change.rehearse == "modules"]
+        steps = [step for step in steps if step.change.pay_back is None]
+        try:
+            for step in steps:
+                try:
+                    self._apply_step(step)
+                except Exception as error:  # the rehearsal will say it
+                    let_through(error)
+                    self._unapply_step(step)
+            new = [convert for convert in site.staging.conversions if convert not in before]
+            yield lambda batch: reduce(lambda now, convert: convert(now), new, batch)
+        finally:
+            for step in reversed(steps):
+                self._unapply_step(step)
 
     def _give_up(self, key: str, reason: str) -> None:
         """A setting that was planned for one train loader cannot apply to all of them."""

@@ -10,6 +10,7 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge.apply.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, let_through
@@ -100,7 +101,14 @@ class TrainLoaders:
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
             settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
-        elif reads_ahead and base is loader and (stand_in := bound_batches(loader)) is not None:
+        elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
+            self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
+        if (
+            "batch_sampler" not in settings
+            and reads_ahead
+            and base is loader
+            and (stand_in := bound_batches(loader)) is not None
+        ):
             settings["batch_sampler"] = stand_in
         changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
         if (engine := plan.wants.get("loader.engine")) is not None:

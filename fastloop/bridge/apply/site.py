@@ -71,6 +71,20 @@ class LiveSite:
 
         return undo
 
+    def scale_rates(self, factor: float) -> Undo:
+        schedulers = [config.scheduler for config in self.strategy.lr_scheduler_configs]
+
+        def scale(by: float) -> None:
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+                group.update({key: group[key] * by for key in _RATES if key in group})
+            for each in _walk_schedulers(schedulers):
+                for name in ("base_lrs", "max_lrs", "_last_lr"):
+                    if isinstance(rates := getattr(each, name, None), list):
+                        setattr(each, name, [rate * by for rate in rates])
+
+        scale(factor)
+        return lambda: scale(1 / factor)
+
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         before = dict(self.strategy._ddp_kwargs)
         self.strategy._ddp_kwargs = {**before, **settings}
@@ -107,6 +121,17 @@ class LiveSite:
                 return step(*args, **kwargs)
 
         return noted_step
+
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Of an optimizer's group; OneCycleLR keeps its own there."""
+
+
+def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
+    """Those of a SequentialLR or ChainedScheduler too."""
+    for each in schedulers:
+        yield each
+        yield from _walk_schedulers(getattr(each, "_schedulers", ()))
 
 
 @contextlib.contextmanager

@@ -58,12 +58,14 @@ def dry_run(config: Config) -> DryRun:
     if config.strict:
         refuse_skipped(made)
     samples, held = loader_facts.batch_size, _count_batches_in_flight(made, loader, facts)
+    wants = made.wants
+    window = wants.get("loader.window") or wants.get("trainer.accumulate_grad_batches") or facts.accumulate
     return DryRun(
         plan=made,
-        facts=facts,
+        facts=dataclasses.replace(facts, accumulate=window),
         batches_in_flight=held,
         bytes_in_flight=_count_bytes(made, facts, held),
-        samples_per_step=samples * facts.accumulate * facts.world_size if samples else None,
+        samples_per_step=samples * window * facts.world_size if samples else None,
     )
 
 

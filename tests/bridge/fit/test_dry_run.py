@@ -42,6 +42,10 @@ def test_a_plain_loader(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     assert (made.samples_per_step, made.batches_in_flight, made.bytes_in_flight) == (16, 1, 8 * 9 * 4)
     assert made.facts.loader is not None and made.facts.loader.sample_bytes == 36
     assert list(here.iterdir()) == []
+    batch = ("rungs.batch.enabled=true", "trainer.accumulate_grad_batches=2")
+    for more, samples, accumulate in (((), 16, 2), (("rungs.batch.global_batch=32",), 32, 4)):
+        other = planned(monkeypatch, DataLoader(pairs(), batch_size=8), *batch, *more)
+        assert (other.samples_per_step, other.facts.accumulate) == (samples, accumulate)
 
 
 class Endless(IterableDataset[Any]):
