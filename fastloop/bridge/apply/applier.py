@@ -168,6 +168,11 @@ class Applier:
             )
 
     @property
+    def facts(self) -> Facts | None:
+        """Of the machine, the run and the model as it was built; None where they could not be read."""
+        return None if self._site is None else self._site.facts
+
+    @property
     def held(self) -> list[str]:
         """Rungs that wait for the rehearsal."""
         return sorted(self._held)
