@@ -132,6 +132,7 @@ class Applier:
         try:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
+                hands |= {"say": self.say, "by_ladder": self.terms.by_ladder if self.terms is not None else ()}
                 self.loaders = TrainLoaders(site, place=self.place, **hands)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
@@ -315,15 +316,15 @@ class Applier:
             self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
         return result
 
-    def _give_up(self, key: str, reason: str) -> None:
-        """A setting that was planned for one train loader cannot apply to all of them."""
+    def _give_up(self, key: str, reason: str, *, is_refusal: bool = True) -> None:
+        """A setting that was planned for one train loader cannot apply to all of them, or is not worth it."""
         for step in self.plan.planned:
             if key in step.change.wants:
                 self._loader_rungs -= {step.rung}
                 self._given_up |= {step.rung}
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
-                self._skip(step, reason)
+                self._skip(step, reason, is_refusal=is_refusal)
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -29,8 +29,11 @@ class TrainLoaders:
     Args:
         place: keeps the place of the run in its data.
         undo: takes the key of a setting and what puts its change back.
-        give_up: takes the key of a planned setting that turns out not to apply, and the reason.
-        warn: takes one line for the user.
+        give_up: takes the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
+            where it could apply, and is not worth it.
+        warn: takes one line for the user that must not be missed.
+        say: takes one line on what is going on.
+        by_ladder: rungs that a shipped ladder switched on, and that must be worth it.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class TrainLoaders:
         *,
         place: PlaceKeeper,
         undo: Callable[[str, Undo], None],
-        give_up: Callable[[str, str], None],
+        give_up: Callable[..., None],
         warn: Callable[[str], None],
+        say: Callable[[str], None],
+        by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self.place = warn, place
+        self._warn, self._say, self.place, self._by_ladder = warn, say, place, by_ladder
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
         self._merge: Merge | None = None
@@ -163,8 +168,14 @@ class TrainLoaders:
             warn=self._warn,
             turn_off=turn_off,
             free_cpus=plan.wants.get("launch.free_cpus", 0),
+            leave_out=self._leave_out if plan.owner("loader.num_workers") in self._by_ladder else None,
         )
         return tried.batches
+
+    def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
+        """Workers can load, and are not worth it here."""
+        self._give_up("loader.num_workers", why, is_refusal=False)
+        self._say(f"no workers load from here on: {why}")
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """There had to be fewer workers than planned, or none."""
