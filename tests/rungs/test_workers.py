@@ -356,7 +356,8 @@ def test_a_ladders_workers_have_to_pay(ladder: bool) -> None:
             time.sleep(0.01)  # the next batch lies ready after it
             return super().training_step(batch, batch_idx)
 
-    rungs = {**dict.fromkeys(("pin", "prefetch", "overlap", "cache"), {"enabled": False}), "workers": {"count": 2}}
+    off = ("pin", "prefetch", "overlap", "cache")
+    rungs = {**{rung: {"enabled": False} for rung in off}, "workers": {"count": 2}}
     config = {"base": "safe", "rungs": rungs} if ladder else {"rungs": {"workers": {"enabled": True}}}
     loop = FastLoop({**config, "strict": True}, quiet=True)
     plain, ours = (

@@ -14,12 +14,14 @@ from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 from fastloop.records.facts import Facts
+from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader
 
 
@@ -33,6 +35,7 @@ class TrainLoaders:
             where it could apply, and is not worth it.
         warn: takes one line for the user that must not be missed.
         say: takes one line on what is going on.
+        one_time: the ledger of costs that are none of a step's.
         by_ladder: rungs that a shipped ladder switched on, and that must be worth it.
     """
 
@@ -45,10 +48,12 @@ class TrainLoaders:
         give_up: Callable[..., None],
         warn: Callable[[str], None],
         say: Callable[[str], None],
+        one_time: OneTime,
         by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
         self._warn, self._say, self.place, self._by_ladder = warn, say, place, by_ladder
+        self._one_time = one_time
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
         self._merge: Merge | None = None
@@ -145,6 +150,8 @@ class TrainLoaders:
             self._give_up(key, str(reason))
         else:
             self._keep(key, want)
+            if hasattr(want, "read_fill_s"):
+                self._one_time.follow(CACHE_FILL, want.read_fill_s)
             self.staging.to_floats = want.finish if finishes else self.staging.to_floats
 
     def _keep(self, key: str, made: Any) -> Any:

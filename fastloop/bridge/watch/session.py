@@ -175,6 +175,7 @@ class Session:
     ) -> Measurement:
         """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
         self.compilations.note(COMPILE)
+        self.one_time.note()
         self.watch.close()
         if self.hunt is not None:
             evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
@@ -217,6 +218,7 @@ class Session:
 
     def _note_costs(self) -> None:
         self.compilations.note(COMPILE)
+        self.one_time.note()
         if self._epoch_begins:
             self._epoch_begins = False
             self._note_epoch()
