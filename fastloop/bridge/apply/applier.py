@@ -18,6 +18,7 @@ from fastloop.bridge.apply.micro_batches import MicroBatches
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
@@ -28,6 +29,7 @@ from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Moment, Plan, Step, Undo
 
+_VALIDATES = ("validate", "sanity_check")
 IN_STEPS = "second_look"
 """Among the evidence: batches with rungs and without, where somebody had to look."""
 
@@ -69,6 +71,7 @@ class Applier:
         self.plan = Plan()
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
+        self.validation: ValidationLoaders | None = None
         self._site: LiveSite | None = None
         self._loader_rungs: frozenset[str] = frozenset()
         """Enabled rungs whose plan waits for the train loader."""
@@ -106,6 +109,11 @@ class Applier:
                 self._skip(step, why, is_refusal=False)
         self._may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
         self._loader_rungs = frozenset(step.rung for step in self._may_want.steps)
+        if (rung := self._may_want.owner(ENGINE)) is not None:
+            hands = {"say": self.say, "warn": self.warn}
+            self.validation = ValidationLoaders(self._site, rung, getattr(self.ladder, rung), **hands)
+            self._undos.append((rung, self.validation.give_back))
+            self._probes.append((rung, self.validation.evidence))
         self._check_strict()
         self._run("model")
 
@@ -126,6 +134,8 @@ class Applier:
     def loader(self, loader: Any) -> Any:
         """Lightning asks what to do with a loader. Only train loaders are changed, each as planned or not at all."""
         site = self._site
+        if site is not None and self.validation is not None and site.trainer.state.stage in _VALIDATES:
+            return self.validation.change(loader)
         if site is None or not self._loader_rungs or site.trainer.state.stage != "train":
             return loader
         before = self.plan, self.loaders, self.micro, len(self._undos)
@@ -156,6 +166,8 @@ class Applier:
     def train_start(self, count: Callable[[Callable[[], object], int | None], None] = lambda *_: None) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._run("train_start")
+        if self.validation is not None and self.plan.step(self.validation.name) not in self.plan.planned:
+            self.validation.give_back()  # the rung does not apply to this training
         if self.loaders is not None:
             self.loaders.train_start()
         if self._held and self.terms is not None and self._site is not None:
@@ -276,7 +288,7 @@ class Applier:
         self._probes.clear()
         self._cleans.clear()
         self.place.let_go()
-        self.loaders = self.micro = self._site = None
+        self.loaders = self.micro = self.validation = self._site = None
 
     def end_rehearsal(self) -> None:
         """Training is over: what has not been tried by now never was on."""
