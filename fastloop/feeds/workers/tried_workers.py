@@ -33,6 +33,8 @@ from fastloop.feeds.lazy_loader import StandIn
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
+_IN_A_WORKER = "in DataLoader worker process"
+"""In the text of what torch raises anew, of the user's dataset."""
 LOOK_S = 5.0
 """How often the wait for a batch is interrupted to look at the workers."""
 SAY_S = 60.0
@@ -265,6 +267,8 @@ class TriedWorkers:
                 if not str(error).startswith("DataLoader timed out after"):
                     if (sentence := loader_queue.find_death(source, error)) is not None:
                         raise RuntimeError(sentence) from error
+                    if _IN_A_WORKER in str(error) and self._drawn.pending and hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"fastloop: the worker was making the batch of samples {self._drawn.pending[0]}")
                     raise
             else:
                 if is_there:

@@ -407,7 +407,10 @@ class Breaks(Numbers):
 
 
 def test_an_exception_of_the_datasets_keeps_its_type() -> None:
+    """D5."""
     loader, steps = tried(dataset=Breaks(), shuffle=False)
-    with pytest.raises(Broken, match="no such sample"):
+    with pytest.raises(Broken, match="no such sample") as raised:
         list(loader)
     assert steps.down == []
+    if sys.version_info >= (3, 11):
+        assert raised.value.__notes__ == ["fastloop: the worker was making the batch of samples [8, 9, 10, 11]"]
