@@ -34,7 +34,6 @@ class TrainLoaders:
         give_up: takes the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
             where it could apply, and is not worth it.
         warn: takes one line for the user that must not be missed.
-        say: takes one line on what is going on.
         one_time: the ledger of costs that are none of a step's.
         by_ladder: rungs that a shipped ladder switched on, and that must be worth it.
     """
@@ -47,12 +46,11 @@ class TrainLoaders:
         undo: Callable[[str, Undo], None],
         give_up: Callable[..., None],
         warn: Callable[[str], None],
-        say: Callable[[str], None],
         one_time: OneTime,
         by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self._say, self.place, self._by_ladder = warn, say, place, by_ladder
+        self._warn, self.place, self._by_ladder = warn, say, place, by_ladder
         self._one_time = one_time
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
@@ -180,9 +178,8 @@ class TrainLoaders:
         return tried.batches
 
     def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
-        """Workers can load, and are not worth it here."""
+        """Workers can load, and are not worth it here; the verdict says so."""
         self._give_up("loader.num_workers", why, is_refusal=False)
-        self._say(f"no workers load from here on: {why}")
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """There had to be fewer workers than planned, or none."""
