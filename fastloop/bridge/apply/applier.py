@@ -144,7 +144,6 @@ class Applier:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
                 hands |= {
-                    "say": self.say,
                     "one_time": self.one_time,
                     "by_ladder": self.terms.by_ladder if self.terms is not None else (),
                 }

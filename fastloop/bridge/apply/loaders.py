@@ -50,7 +50,7 @@ class TrainLoaders:
         by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self.place, self._by_ladder = warn, say, place, by_ladder
+        self._warn, self.place, self._by_ladder = warn, place, by_ladder
         self._one_time = one_time
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
