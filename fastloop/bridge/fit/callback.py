@@ -21,7 +21,7 @@ from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.place.kept_order import Place
 from fastloop.ladder import cards, list_refused, verify
@@ -327,7 +327,11 @@ class FastLoop(Callback):
         if applier is not None and applier.loaders is not None:
             found = applier.loaders.find_original(found)
         others = [trainer.lightning_module, *trainer.callbacks]
-        read = read_facts.loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
+        try:
+            read = read_facts.loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
+        except Exception as error:  # the user's dataset, of which something unusual is asked
+            let_through(error)
+            return {}
         return list_refused(self.config.ladder, dataclasses.replace(facts, loader=read))
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
