@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.card import Cards
@@ -147,6 +147,24 @@ def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]
             )
         )
     return tuple(verdicts)
+
+
+def list_refused(ladder: Ladder, facts: Facts) -> dict[str, str]:
+    """Feeds that are off and could not be switched on for this train loader, each with the reason. Pure."""
+    found = {}
+    for name, card in cards().items():
+        rung: Any = getattr(ladder, name)
+        if card.family != "feed" or rung.enabled:
+            continue
+        try:
+            made = plan(dataclasses.replace(ladder, **{name: dataclasses.replace(rung, enabled=True)}), facts)
+        except ConfigError as error:
+            found[name] = str(error)
+        else:
+            step = made.step(name)
+            if step is not None and step.status == "skipped":
+                found[name] = step.reason or "it cannot apply"
+    return found
 
 
 def cards() -> Cards:

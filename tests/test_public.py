@@ -35,7 +35,7 @@ KEYS: dict[str, Any] = {
     "run": {"max_steps": 200, "seed": 0, "devices": 1, "accelerator": "auto", "resume": None},
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
-        "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto"},
+        "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto", "validation": False},
         "cache": {"enabled": False, "store": "auto", "size_gb": "auto", "path": None, "url": None},
         "nodes": {"enabled": False, "threads": "auto"},
         "workers": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -15,12 +15,14 @@ from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 from fastloop.records.facts import Facts
+from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader
 
 
@@ -30,8 +32,11 @@ class TrainLoaders:
     Args:
         place: keeps the place of the run in its data.
         undo: takes the key of a setting and what puts its change back.
-        give_up: takes the key of a planned setting that turns out not to apply, and the reason.
-        warn: takes one line for the user.
+        give_up: takes the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
+            where it could apply, and is not worth it.
+        warn: takes one line for the user that must not be missed.
+        one_time: the ledger of costs that are none of a step's.
+        by_ladder: rungs that a shipped ladder switched on, and that must be worth it.
     """
 
     def __init__(
@@ -40,11 +45,14 @@ class TrainLoaders:
         *,
         place: PlaceKeeper,
         undo: Callable[[str, Undo], None],
-        give_up: Callable[[str, str], None],
+        give_up: Callable[..., None],
         warn: Callable[[str], None],
+        one_time: OneTime,
+        by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self.place = warn, place
+        self._warn, self.place, self._by_ladder = warn, place, by_ladder
+        self._one_time = one_time
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
         self._merge: Merge | None = None
@@ -150,6 +158,8 @@ class TrainLoaders:
             self._give_up(key, str(reason))
         else:
             self._keep(key, want)
+            if hasattr(want, "read_fill_s"):
+                self._one_time.follow(CACHE_FILL, want.read_fill_s)
             self.staging.to_floats = want.finish if finishes else self.staging.to_floats
 
     def _keep(self, key: str, made: Any) -> Any:
@@ -173,8 +183,13 @@ class TrainLoaders:
             warn=self._warn,
             turn_off=turn_off,
             free_cpus=plan.wants.get("launch.free_cpus", 0),
+            leave_out=self._leave_out if plan.owner("loader.num_workers") in self._by_ladder else None,
         )
         return tried.batches
+
+    def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
+        """Workers can load, and are not worth it here; the verdict says so."""
+        self._give_up("loader.num_workers", why, is_refusal=False)
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """There had to be fewer workers than planned, or none."""
