@@ -32,6 +32,8 @@ AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided")
 """Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a
 failed gate and a refusal by the plan are final."""
 
+LADDER, WITHOUT = "ladder-", "without-"
+"""How the keys of shipped ladders begin that are tried as a whole, and of rungs that are taken away again."""
 LOST_PCT = -50.0
 """Of the step: what was predicted to make it so much longer is not tried again."""
 CHANGES_TRAINING: Parity = "changes-training"
@@ -50,6 +52,11 @@ class Candidate:
     """What it changes, and how it is tried; its settings are in the patches."""
     refused: str | None = None
     """Why there is no need to try."""
+
+    @property
+    def whole(self) -> bool:
+        """A shipped ladder: what of it has no effect here is left out, and the rest stays together."""
+        return self.key.startswith(LADDER)
 
     @property
     def tunes(self) -> str | None:
@@ -80,6 +87,10 @@ class Start:
     """Samples of an optimizer step on one rank."""
     image_files: bool = False
     """The samples are made of image files."""
+    ladders: Mapping[str, Stack] = field(default_factory=dict)
+    """Shipped ladders by name: rungs that pay together, each tried as a whole before the single rungs."""
+    times_loader: bool = True
+    """Trials can measure the loader alone, which a script keeps to itself."""
 
     @property
     def batches_per_step(self) -> float:
@@ -95,6 +106,8 @@ class Position:
     stack: Stack
     rows: Sequence[Attempt] = ()
     """What was tried."""
+    ladder_rates: Mapping[str, float] = field(default_factory=dict)
+    """Samples per second of the start with a shipped ladder on top, as one run of each has shown."""
 
     @property
     def height(self) -> int:
@@ -105,19 +118,70 @@ class Position:
 
 
 def choose(known: Position) -> Candidate | str:
-    """What to try next: of the family with the largest ceiling its next open rung; or why there is nothing to try."""
+    """What to try next: the fastest shipped ladder; then of the family with the largest ceiling its next open rung; or
+    why there is nothing to try."""
+    if (ladder := _choose_ladder(known)) is not None:
+        return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
-    state, rungs = climb_state(known), sorted(cards().items(), key=lambda rung: FIRST.index(rung[1].family))
+    state = climb_state(known)
+    ways = [(rung, card, variant) for rung, card in cards().items() for variant in card.list_variants(state)]
+    # What is predicted by a trial costs less to rule out than what is screened at once.
+    ways.sort(key=lambda way: (FIRST.index(way[1].family), way[2].changes == "engine"))
     for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
-        for rung, card in rungs:
+        for rung, card, variant in ways:
             if CEILING_OF[card.family] == ceiling and rung not in known.start.enabled:
-                for variant in card.list_variants(state):
-                    candidate = _make_candidate(rung, variant)
-                    allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
-                    if allowed and _is_open(candidate, known):
-                        refused = candidate.refused or known.start.refused.get(rung)
-                        return dataclasses.replace(candidate, refused=refused)
+                candidate = _make_candidate(rung, variant, known.start)
+                allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
+                if allowed and _is_open(candidate, known):
+                    refused = candidate.refused or known.start.refused.get(rung)
+                    return dataclasses.replace(candidate, refused=refused)
     return _combine_small(known) or _explain_end(known, ceilings)
+
+
+def list_ladders(start: Start) -> dict[str, Stack]:
+    """What shipped ladders add to the configuration, as far as it is not known to be refused: each addition once, the
+    largest first, which any shorter one is likely to be a part of."""
+    added = {
+        name: {
+            rung: settings
+            for rung, settings in ladder.items()
+            if rung not in start.enabled and rung not in start.refused
+        }
+        for name, ladder in start.ladders.items()
+    }
+    found: dict[str, Stack] = {}
+    for name, stack in sorted(added.items(), key=lambda each: -len(each[1])):
+        if len(stack) > 1 and stack not in found.values():
+            found[name] = stack
+    return found
+
+
+def make_ladder(name: str, stack: Stack) -> Candidate:
+    """A shipped ladder as a whole. No trial of one cost predicts it, so it is screened at once."""
+    return Candidate(
+        rung="+".join(stack), key=f"{LADDER}{name}", patches=({"rungs": stack},), way=Variant(changes="engine")
+    )
+
+
+def _choose_ladder(known: Position) -> Candidate | None:
+    """The fastest that was not tried, until one is kept: those after it are slower."""
+    tried = {row.name for row in known.rows}
+    if known.height:
+        return None
+    ladders = list_ladders(known.start)
+    for name in sorted(known.ladder_rates, key=lambda each: -known.ladder_rates[each]):
+        if f"{LADDER}{name}" not in tried and name in ladders:
+            return make_ladder(name, ladders[name])
+    return None
+
+
+def list_removable(rows: Sequence[Attempt]) -> list[str]:
+    """Rungs that nobody has seen the stack without: all but one that was the last to be kept, alone. Those of the top
+    of the ladder first."""
+    kept = [row for row in rows if row.kept and not row.takes_away]
+    stack, last = stack_of(rows), set(kept[-1].patch["rungs"] if kept else ())
+    seen = {row.rung for row in rows if row.takes_away} | (last if len(last) == 1 else set())
+    return [rung for rung in reversed(list(cards())) if rung in stack and rung not in seen]
 
 
 def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
@@ -139,7 +203,8 @@ def climb_state(known: Position) -> ClimbState:
         launch_bound=costs.launch_bound,
         image_files=start.image_files,
         gaps_count=known.pct(costs.gap_ms) >= WORTH_PCT,
-        recount=_is_recount_due(known),
+        epochs_end=costs.gap_ms > 0,
+        recount=known.start.times_loader and _is_recount_due(known),
         stack=known.stack,
         ended={row.name: row.ended for row in known.rows if row.ended},
     )
@@ -162,7 +227,10 @@ def _is_recount_due(known: Position) -> bool:
     return max(chosen_at, default=-1) < known.height
 
 
-def _make_candidate(rung: str, variant: Variant) -> Candidate:
+def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
+    if variant.changes == "loader" and not start.times_loader:
+        settings = variant.settings or ({},)  # nothing predicts it then
+        variant = dataclasses.replace(variant, changes="engine", settings=settings, tune=False)
     return Candidate(
         rung=rung,
         key=f"{rung}-{variant.name}" if variant.name else rung,
@@ -188,6 +256,8 @@ def _combine_small(known: Position) -> Candidate | None:
 
 def _is_open(candidate: Candidate, known: Position) -> bool:
     """Whether an attempt was never made, or may be made once more since the stack has grown."""
+    if candidate.patches and all(apply_patch(known.stack, patch) == known.stack for patch in candidate.patches):
+        return False  # a ladder has brought it along
     made = [row for row in known.rows if row.key == candidate.key]
     if not made or candidate.way.repeats:
         return True
@@ -201,9 +271,18 @@ def _is_open(candidate: Candidate, known: Position) -> bool:
 
 
 def apply_patch(stack: Stack, patch: Patch) -> Stack:
-    """A stack with a patch on top."""
+    """A stack with a patch on top, which takes the rungs away that it switches off."""
     rungs = patch.get("rungs") or {}
-    return {**stack, **{rung: {**stack.get(rung, {}), **settings} for rung, settings in rungs.items()}}
+    merged = {**stack, **{rung: {**stack.get(rung, {}), **settings} for rung, settings in rungs.items()}}
+    return {rung: settings for rung, settings in merged.items() if settings.get("enabled") is not False}
+
+
+def stack_of(rows: Sequence[Attempt]) -> Stack:
+    """What was kept."""
+    stack: Stack = {}
+    for row in rows:
+        stack = apply_patch(stack, row.patch) if row.kept else stack
+    return stack
 
 
 def make_patch(rung: str, **settings: Setting) -> Patch:
