@@ -32,7 +32,7 @@ from fastloop.experiments.climb.runner import ProcessRunner
 from fastloop.experiments.trials.failures import Failed, failed, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
-from fastloop.experiments.trials.trial import TRIAL, Job, forget
+from fastloop.experiments.trials.trial import TRIAL, Job, forget, quick_starts
 from fastloop.records import store
 from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
@@ -83,7 +83,8 @@ def climb(
     with place as path, writing(path, NAME), hold(path):
         recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
-        answer = _run(recorder, recorder.begin(runner), progress)
+        with quick_starts(scripts=script is not None):
+            answer = _run(recorder, recorder.begin(runner), progress)
     return dataclasses.replace(answer, text=f"{answer.text}\n{_describe_use(path, conf)}")
 
 

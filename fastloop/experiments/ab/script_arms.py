@@ -219,6 +219,7 @@ class ScriptArm:
             run_dir=folder,
             code=ended.code,
             last_step=step,
+            started=ended.started,
             tail=hide(ended.tail) if cause else "",
             measurement=measurement,
             answer=answer,
