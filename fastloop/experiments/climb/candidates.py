@@ -164,15 +164,10 @@ def make_ladder(name: str, stack: Stack) -> Candidate:
 
 
 def _choose_ladder(known: Position) -> Candidate | None:
-    """The fastest that was not tried, until one is kept: those after it are slower."""
-    tried = {row.name for row in known.rows}
-    if known.height:
-        return None
-    ladders = list_ladders(known.start)
-    for name in sorted(known.ladder_rates, key=lambda each: -known.ladder_rates[each]):
-        if f"{LADDER}{name}" not in tried and name in ladders:
-            return make_ladder(name, ladders[name])
-    return None
+    """The fastest that is open, until one is kept: those after it are slower."""
+    ladders = {} if known.height else list_ladders(known.start)
+    rated = sorted(ladders.keys() & known.ladder_rates, key=lambda each: -known.ladder_rates[each])
+    return next((each for name in rated if _is_open(each := make_ladder(name, ladders[name]), known)), None)
 
 
 def list_removable(rows: Sequence[Attempt]) -> list[str]:

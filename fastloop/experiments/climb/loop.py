@@ -141,7 +141,8 @@ class Climb:
             self._try(chosen)
 
     def _try(self, candidate: Candidate) -> None:
-        number = 0 if candidate.whole else len(self.rows) + 1  # a ladder has been run once before it was chosen
+        first = not any(row.name == candidate.key for row in self.rows)
+        number = 0 if candidate.whole and first else len(self.rows) + 1  # it has been run once before it was chosen
         self._note(make_attempt(self._context, candidate, f"{number:02d}-{candidate.key}"))
 
     def _take_away(self) -> None:

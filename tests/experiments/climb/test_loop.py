@@ -126,6 +126,12 @@ def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:
     assert "compile" not in climb.stack and {"workers", "amp"} <= set(climb.stack)
 
 
+def test_a_ladder_whose_screen_was_disturbed_is_screened_again() -> None:
+    climb = make_climb(Disturbed(TOGETHER, {"00-ladder-full/screen-3-arm": 15.0}), ladders=list_shipped())
+    climb.climb()
+    assert [row.ended for row in climb.rows if row.key == "ladder-full"] == ["odd", "kept"]
+
+
 def test_small_losses_of_rungs_that_are_taken_away_do_not_add_up() -> None:
     """Each of eight rungs makes the step 0.8 % faster: alone that is noise, together it is not."""
     rungs = ("pin", "prefetch", "overlap", "amp", "layout", "fused", "compile", "cache")
