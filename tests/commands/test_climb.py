@@ -407,7 +407,8 @@ def test_a_slow_loader_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> N
     answer = asked("recipe.load_ms=40", conf=SLOW, out="a", budget_s=900.0)
     found = content(answer)
     assert answer.exit_code == 0 and found["stack"]["rungs"]["workers"]["enabled"] is True, answer.text
-    workers = next(row for row in found["rungs"] if row["try"] == "workers")
-    assert workers["kept"] and workers["parity"]["passed"] is True and workers["measured_saved_ms"] > 5
-    assert workers["tuned"] == {"rungs.workers.count": workers["patch"]["rungs"]["workers"]["count"]}
-    assert workers["predicted_saved_ms"] > 5 and found["top"]["step_ms"] < found["naive"]["step_ms"]
+    kept = [row for row in found["rungs"] if row["kept"] and "workers" in row["patch"]["rungs"]]
+    assert kept and all(row["parity"]["passed"] is True for row in kept)
+    assert found["top"]["step_ms"] < found["naive"]["step_ms"] - 5
+    started = {json.loads(path.read_text())["started"] for path in Path("a").rglob("trial.json")}
+    assert started == {"forked"}

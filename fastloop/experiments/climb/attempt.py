@@ -104,6 +104,9 @@ class _Screen:
                 return self.end(*ruled_out)
             if side == "arm" and len(runs["arm"]) == 1:
                 after_ms = result.step_ms or after_ms
+                first = _read_rate(result) / _read_rate(runs["base"][0])
+                if self.prediction.saved_ms is None and not self.candidate.whole and first * APART < 1:
+                    return self.end("not_faster", f"not faster: {100 * (first - 1):+.0f} % in one pair")
                 same = context.runner.compare_ledgers(known.stack, self.arm, [(runs["base"][0], result)])
                 if same.passed is False:
                     return self.end("parity", same.why, same)

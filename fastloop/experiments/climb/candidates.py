@@ -32,6 +32,7 @@ AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided")
 """Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a
 failed gate and a refusal by the plan are final."""
 
+BROKEN: tuple[End, ...] = ("parity", "crashed")
 LADDER, WITHOUT = "ladder-", "without-"
 """How the keys of shipped ladders begin that are tried as a whole, and of rungs that are taken away again."""
 LOST_PCT = -50.0
@@ -135,7 +136,7 @@ def choose(known: Position) -> Candidate | str:
                 if allowed and _is_open(candidate, known):
                     refused = candidate.refused or known.start.refused.get(rung)
                     return dataclasses.replace(candidate, refused=refused)
-    return _combine_small(known) or _explain_end(known, ceilings)
+    return _combine_small(known) or (ceilings and _choose_rest(known)) or _explain_end(known, ceilings)
 
 
 def list_ladders(start: Start) -> dict[str, Stack]:
@@ -164,10 +165,40 @@ def make_ladder(name: str, stack: Stack) -> Candidate:
 
 
 def _choose_ladder(known: Position) -> Candidate | None:
-    """The fastest that is open, until one is kept: those after it are slower."""
-    ladders = {} if known.height else list_ladders(known.start)
-    rated = sorted(ladders.keys() & known.ladder_rates, key=lambda each: -known.ladder_rates[each])
-    return next((each for name in rated if _is_open(each := make_ladder(name, ladders[name]), known)), None)
+    """The fastest that is open, of equally fast ones the shortest, until one is kept: those after it are slower. What
+    broke the training breaks it with more rungs, too."""
+    if known.height:
+        return None
+    made = {name: make_ladder(name, stack) for name, stack in list_ladders(known.start).items()}
+    rates = {
+        name: rate
+        for name, rate in known.ladder_rates.items()
+        if name in made and _is_open(made[name], known) and not _is_broken(made[name], known)
+    }
+    near = [made[name] for name, rate in rates.items() if rate * NEAR >= max(rates.values())]
+    return min(near, key=lambda each: len(each.patches[0]["rungs"]), default=None)
+
+
+def _choose_rest(known: Position) -> Candidate | None:
+    """What a ladder has beyond those that were kept, at once: one by one these rungs did not pay, and together they
+    may, now that the stack has grown."""
+    ladders = list_ladders(known.start)
+    kept = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
+    gone = {row.rung for row in known.rows if row.ended in ("inactive", *BROKEN)}.union(
+        *(ladders[name] for name in kept)
+    )
+    for name, ladder in ladders.items():
+        rest = {rung: settings for rung, settings in ladder.items() if rung not in known.stack and rung not in gone}
+        candidate = make_ladder(name, rest)
+        if len(rest) > 1 and known.height and _is_open(candidate, known) and not _is_broken(candidate, known):
+            return candidate
+    return None
+
+
+def _is_broken(candidate: Candidate, known: Position) -> bool:
+    """Whether it holds all of a ladder that broke the training."""
+    broken = [row.patch["rungs"].keys() for row in known.rows if row.name.startswith(LADDER) and row.ended in BROKEN]
+    return any(each <= candidate.patches[0]["rungs"].keys() for each in broken)
 
 
 def list_removable(rows: Sequence[Attempt]) -> list[str]:

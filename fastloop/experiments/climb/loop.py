@@ -141,7 +141,7 @@ class Climb:
             self._try(chosen)
 
     def _try(self, candidate: Candidate) -> None:
-        first = not any(row.name == candidate.key for row in self.rows)
+        first = not self.stack and not any(row.name == candidate.key for row in self.rows)
         number = 0 if candidate.whole and first else len(self.rows) + 1  # it has been run once before it was chosen
         self._note(make_attempt(self._context, candidate, f"{number:02d}-{candidate.key}"))
 

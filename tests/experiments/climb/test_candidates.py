@@ -189,8 +189,12 @@ def test_of_the_shipped_ladders_the_fastest_comes_first() -> None:
     assert list(list_ladders(shipped)) == ["full", "bf16"], "the largest first, and each addition once"
     known = Position(start=shipped, costs=WAITS, stack={}, ladder_rates={"full": 90.0, "bf16": 110.0})
     assert key(choose(known)) == "ladder-bf16"
-    lost = dataclasses.replace(known, rows=[row("ladder-bf16", "parity", rung="workers+amp")])
-    assert key(choose(lost)) == "ladder-full"
+    equal = dataclasses.replace(known, ladder_rates={"full": 111.0, "bf16": 110.0})
+    assert key(choose(equal)) == "ladder-bf16", "the shorter one of two that are equally fast"
+    slower = dataclasses.replace(row("ladder-bf16", "not_faster", rung="workers+amp"), patch={"rungs": BF16})
+    assert key(choose(dataclasses.replace(known, rows=[slower]))) == "ladder-full"
+    broken = dataclasses.replace(known, rows=[dataclasses.replace(slower, ended="parity")])
+    assert key(choose(broken)) == "workers", "full has all of what broke"
     kept = row("ladder-bf16", "kept", rung="workers+amp")
     high = dataclasses.replace(known, rows=[dataclasses.replace(kept, patch={"rungs": BF16})], stack=BF16)
     assert key(choose(high)) not in ("ladder-full", "workers", "amp"), "slower ones are left out, and what it brought"
