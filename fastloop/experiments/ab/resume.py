@@ -85,7 +85,7 @@ def _cpu(environment: Environment) -> str | None:
 NAME = "experiment.json"
 BASE = "base"
 RESULTS = ("comparison.json", "report.md", "report.html")
-_READ = (".py", ".sh", ".yaml", ".yml", ".toml")
+READ = (".py", ".sh", ".yaml", ".yml", ".toml")
 """Ends of what a script's command line may name and a training may follow from; other files may be its output."""
 
 
@@ -117,7 +117,7 @@ def describe(
     """
     configs = [side.arm.config() for side in sides]
     recipes = {each.recipe_file.name: each.recipe_file for each in configs if each.recipe_file is not None}
-    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(_READ)}
+    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(READ)}
     return dataclasses.replace(
         shown,
         arms=tuple(side.name for side in sides),
