@@ -24,7 +24,7 @@ from fastloop.evidence.clock import step_clock
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
-from fastloop.evidence.model.memory_creep import MemoryLog, find_keeper
+from fastloop.evidence.model.memory_creep import MemoryLog
 from fastloop.feeds.batch_tree import count_samples, samples, tensors
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
 
@@ -128,6 +128,7 @@ class Session:
         self._live = LiveMetrics(trainer, self.read_figures)
         self._logs = LogMarks(trainer, module, self.watch.marks)
         self.work.attach(module, self.watch.marks)
+        self.memory.begin(list_keepers(trainer))
         self.watch.marks.unheard = find_unheard(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
@@ -259,7 +260,7 @@ class Session:
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
 
     def _name_keeper(self, trainer: Any) -> str:
-        keeper = find_keeper(list_keepers(trainer), self._passed_steps)
+        keeper = self.memory.find_keeper(list_keepers(trainer), self._passed_steps)
         return "" if keeper is None else f": {keeper.name} keeps {keeper.tensors} tensors ({keeper.where or 'n/a'})"
 
     def _read_board(self) -> Mapping[str, Any]:

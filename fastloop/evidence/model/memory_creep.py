@@ -21,7 +21,7 @@ import math
 import statistics
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,6 +52,8 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "fastloop")
 }
 """Whose objects are not looked into: what they keep is not the user's to change, and torchmetrics resets its lists."""
+_CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict}
+"""Not their subclasses, which may run the user's code when they are looked at."""
 _ADDS = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
 _CLEARS = {"clear", "pop", "popleft", "popitem"}
 _STARTS = {"__init__", "setup", "on_fit_start", "on_train_start"}
@@ -82,8 +84,14 @@ class MemoryLog:
             self._read = {GPU: lambda: torch.cuda.memory_allocated(device), **self._read}
         self.readings: dict[str, list[tuple[int, int]]] = {memory: [] for memory in self._read}
         """Optimizer steps and bytes."""
+        self._before: Mapping[int, int] = {}
+        """Items of containers, by their ids, when training started."""
         self._began_s = self._next_s = 0.0
         self._cost_s = math.inf
+
+    def begin(self, roots: Sequence[object]) -> None:
+        """Training starts: what containers hold by now is none of its steps'."""
+        self._before = {id(value): len(value) for *_, value in _walk(roots) if not isinstance(value, torch.Tensor)}
 
     def tick(self, step: int, batch_bytes: Callable[[], int]) -> None:
         """An optimizer step has ended; its last batch is still on the device."""
@@ -108,6 +116,10 @@ class MemoryLog:
         held_back = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
 
+    def find_keeper(self, roots: Sequence[object], steps: int) -> Keeper | None:
+        """What keeps tensors of at least every second of so many steps: those with graphs first, then the most."""
+        return _find_keeper(roots, steps, self._before)
+
     def find_creep(self, after_step: int, roots: Sequence[object], several_epochs: bool) -> dict[str, Any]:
         """The growth and who keeps the tensors; empty where nothing creeps, or it is unknown.
 
@@ -119,7 +131,7 @@ class MemoryLog:
         kept = {memory: [each for each in read if each[0] > after_step] for memory, read in self.readings.items()}
         paces = {memory: pace for memory, read in kept.items() if (pace := find_pace(read, LEAST_MIB * 2**20))}
         steps = max((step for read in kept.values() for step, _ in read), default=0)
-        keeper = find_keeper(roots, steps) if steps - after_step >= FEWEST else None
+        keeper = self.find_keeper(roots, steps) if steps - after_step >= FEWEST else None
         if keeper is not None and keeper.cleared and not several_epochs:
             keeper, paces = None, {}
         if keeper is None and not several_epochs:
@@ -180,14 +192,14 @@ def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float 
 # -- who keeps the tensors --------------------------------------------------------------------------------------------
 
 
-def find_keeper(roots: Sequence[object], steps: int) -> Keeper | None:
-    """What keeps tensors of at least every second step: those with graphs first, then the most."""
+def _find_keeper(roots: Sequence[object], steps: int, before: Mapping[int, int]) -> Keeper | None:
     found: list[tuple[bool, int, type | None, str, str]] = []
     for owner, prefix, name, value in _walk(roots):
         if isinstance(value, torch.Tensor):
             held, graphs = (_chain_length(value), True) if value.grad_fn is not None else (0, False)
         else:
             held, graphs = _count_tensors(value)
+            held -= before.get(id(value), 0)
         if held >= max(1.0, PER_STEP * steps):
             found.append((graphs, held, owner, prefix, name))
     if not found:
@@ -203,12 +215,12 @@ def find_keeper(roots: Sequence[object], steps: int) -> Keeper | None:
     )
 
 
-def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, object]]:
+def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:
     """Containers and tensors below these objects, by class, name and attribute of the object that has them."""
-    waiting: deque[tuple[type | None, str, str, object]] = deque()
+    waiting: deque[tuple[type | None, str, str, Any]] = deque()
     for module in {type(root).__module__ for root in roots if _is_users(type(root))}:
         items = [*vars(sys.modules[module]).items()] if module in sys.modules else []
-        waiting += [(None, "", name, value) for name, value in items if isinstance(value, (list, dict, deque))]
+        waiting += [(None, "", name, value) for name, value in items if type(value) in _CONTAINERS]
     waiting += [(type(root), type(root).__name__, "", root) for root in roots]
     seen: set[int] = set()
     while waiting and len(seen) < MOST_OBJECTS:
@@ -218,11 +230,11 @@ def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, obje
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             yield owner, prefix, name, value
-        elif isinstance(value, (list, dict, set, deque)):
+        elif type(value) in _CONTAINERS:
             if not (isinstance(value, deque) and value.maxlen is not None):
                 yield owner, prefix, name, value
                 waiting += [(owner, prefix, name, each) for each in _items(value) if not isinstance(each, torch.Tensor)]
-        elif isinstance(value, torch.nn.Module) or (_is_users(type(value)) and hasattr(value, "__dict__")):
+        elif isinstance(value, torch.nn.Module) or (_is_users(type(value)) and type(value).__dictoffset__):
             kind = type(value)
             waiting += [
                 (kind, kind.__name__, key, each)
@@ -258,9 +270,9 @@ def _count_tensors(value: Any) -> tuple[int, bool]:
 
 def _members(item: Any) -> Iterable[object]:
     """What is in an item of a container: of one step's results several, as ``{"loss": ..., "logits": ...}``."""
-    if isinstance(item, Mapping):
+    if type(item) is dict:
         return item.values()
-    return item if isinstance(item, (list, tuple)) and len(item) <= 16 else (item,)
+    return item if type(item) in (list, tuple) and len(item) <= 16 else (item,)
 
 
 def _chain_length(value: torch.Tensor) -> int:
