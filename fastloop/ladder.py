@@ -16,12 +16,14 @@ from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Plan, Step, Verdict, changes_loader
 from fastloop.rungs.amp import Amp
+from fastloop.rungs.attention import Attention
 from fastloop.rungs.batch import Batch
 from fastloop.rungs.cache import Cache
 from fastloop.rungs.compile import Compile
 from fastloop.rungs.dali import Dali
 from fastloop.rungs.fused import Fused
 from fastloop.rungs.layout import Layout
+from fastloop.rungs.loss import Loss
 from fastloop.rungs.nodes import Nodes
 from fastloop.rungs.overlap import Overlap
 from fastloop.rungs.pin import Pin
@@ -46,7 +48,7 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("attention", "loss", "host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("host", "gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
     dali: Dali = Dali()
@@ -58,6 +60,8 @@ class Ladder:
     batch: Batch = Batch()
     amp: Amp = Amp()
     layout: Layout = Layout()
+    attention: Attention = Attention()
+    loss: Loss = Loss()
     fused: Fused = Fused()
     compile: Compile = Compile()
     overlap: Overlap = Overlap()

@@ -308,6 +308,34 @@ def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "loader", "kept"),
+    [
+        ({}, {}, True),
+        ({}, {"draws_random": ("a draws",)}, True),
+        ({"persistent": True}, {"batches": None}, True),
+        ({"persistent": False}, {}, False),
+        ({"count": 3}, {}, False),
+        ({}, {"persistent_workers": True}, False),
+        ({}, {"batches": 1000}, False),
+        ({}, CHANGES, False),
+        ({}, {"map_style": False}, False),
+        ({}, {"stateful": True}, False),
+    ],
+)
+def test_your_own_workers_are_kept_where_epochs_are_short(
+    settings: dict[str, Any], loader: dict[str, Any], kept: bool
+) -> None:
+    given = facts({"num_workers": 3, "batches": 32, **loader})
+    if not kept:
+        with pytest.raises(NotApplicable, match="your number stands"):
+            Workers(enabled=True, **settings).plan(given)
+        return
+    change = Workers(enabled=True, **settings).plan(given)
+    assert change.wants == {"loader.persistent_workers": True}
+    assert change.parity == ("approximate" if "draws_random" in loader else "exact")
+
+
 def test_a_batch_that_fits_nowhere_means_no_workers() -> None:
     with pytest.raises(NotApplicable, match=r"a batch takes 8\.0 MiB, and /dev/shm has room for 16 MiB, which is too"):
         Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**24))
@@ -525,6 +553,23 @@ def test_parity(train: Any, module: Any, persistent: bool) -> None:
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
     assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
     assert ours.record.hooks == plain.record.hooks
+
+
+@pytest.mark.parametrize("generator", [None, 3])
+def test_parity_of_own_workers_that_are_kept(generator: int | None) -> None:
+    """Order and random streams stay those of workers that start anew; torch's own flag is the control."""
+
+    def make(**more: Any) -> Any:
+        drawn = None if generator is None else torch.Generator().manual_seed(generator)
+        return batches(shuffle=True, num_workers=2, generator=drawn, **more)
+
+    plain, ours = both({"workers": {}}, make, max_epochs=3)
+    assert ours.verdict("workers").took and ours.verdict("workers").parity_class == "exact"
+    assert ours.verdict("workers").why == "your workers were kept between epochs"
+    assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
+    assert distance(plain, ours) == 0
+    flagged = run(None, make(persistent_workers=True), max_epochs=3)
+    assert flagged.module.samples != plain.module.samples
 
 
 def test_parity_sees_another_order() -> None:

@@ -54,6 +54,7 @@ class TrainLoaders:
         self._checked: Mapping[str, Any] = {}
         """What trying an engine came to."""
         self._most_workers: int | None = None
+        self._keeps_theirs, self._kept = False, False
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
         self.staging.looks_for_pinned = True
@@ -94,6 +95,7 @@ class TrainLoaders:
         for key, value in plan.wants.items():
             if key.startswith("dataset."):
                 self._wrap(key, value, loader, settings)
+        self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
@@ -110,7 +112,7 @@ class TrainLoaders:
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
             changed = self.staging.feed(changed, depth, **start)
-        elif epochs is not None or engine is not None or base is not loader:
+        elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
             changed = LazyLoader(changed, **start)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
@@ -232,6 +234,7 @@ class TrainLoaders:
         made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
         return [
             workers,
+            ("loader.persistent_workers", self._see_kept),
             ("loader.pin_memory", staging.count_pinned),
             ("feed.depth", staging.count_ahead),
             checked,
@@ -246,6 +249,14 @@ class TrainLoaders:
         cpus = min((cpus for each in iterators if (cpus := loader_queue.worker_cpus(each)) is not None), default=None)
         fewer = None if self._fewer is None else self._fewer[1]
         return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus}
+
+    def _see_kept(self) -> Mapping[str, Any]:
+        """Whether the living iterators keep the user's own workers for the next epoch, where they were to."""
+        if not self._keeps_theirs:
+            return {}
+        kept = [getattr(each, "_persistent_workers", None) for each in loader_state.find_iterators(self.trainer)]
+        self._kept = next((each for each in kept if each is not None), self._kept)  # it ends with an epoch's last batch
+        return {"kept": self._kept}
 
     def _give_back(self) -> None:
         """Put the user's loaders back into a CombinedLoader of theirs, which Lightning filled with ours."""
