@@ -79,7 +79,7 @@ class CompiledCall:
         self._buffers = list(module.buffers())
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
         # object, and with it their graphs; all others, and every later fit, get one of their own.
-        kind = call_shapes.describe_kind(module)
+        kind = call_shapes.describe_kind(module), _hash_masks(module) if passes else ()
         call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=self.name))
         how: Any = {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
         if passes or mode == "eager":
@@ -181,6 +181,12 @@ class CompiledCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
+
+
+def _hash_masks(module: torch.nn.Module) -> tuple[int, ...]:
+    """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
+    masks = [buffer for buffer in module.buffers() if buffer.dim() > 1]
+    return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:

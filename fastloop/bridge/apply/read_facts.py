@@ -21,11 +21,13 @@ from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
 from fastloop.feeds import call_shapes
+from fastloop.feeds.attention import candidates as attention
 from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.loss.cross_entropy import find_large
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
@@ -111,9 +113,10 @@ def _read_limit(value: Any) -> int | None:
 
 def overrides(owner: Any, name: str) -> bool:
     """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
+    own = getattr(owner, "__dict__", {}).get(name) is not None  # None: a hook that is switched off
     for base in type(owner).__mro__:
-        if name in vars(base) or name in getattr(owner, "__dict__", {}):
-            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(_LIGHTNING)
+        if own or name in vars(base):
+            return own or not base.__module__.startswith(_LIGHTNING)
     return False
 
 
@@ -140,6 +143,9 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
         "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
+        "attends_by_hand": (*attention.list_switchable(module), *attention.list_candidates(module)),
+        "attends_by_call": tuple(attention.list_sdpa(module)),
+        "classes": find_large(module),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
         "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
@@ -318,8 +324,8 @@ def length(loader: Any) -> int | None:
 
 
 def evidence(trainer: Any) -> dict[str, Any]:
-    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions it has, and
-    which batch transfer hooks are the user's."""
+    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
+    attentions written by hand it has, and which batch transfer hooks are the user's."""
     module = trainer.lightning_module
     if module is None:
         return {}
@@ -332,6 +338,8 @@ def evidence(trainer: Any) -> dict[str, Any]:
         "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
+        "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
+        "classes": find_large(module),
         "transfer_hooks": [hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
