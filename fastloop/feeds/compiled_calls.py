@@ -46,6 +46,7 @@ class CompiledCall:
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
         failure: why it fell back to eager; empty: it did not.
+        below, is_in: what it was put in before, and whether it is; see `put_in`.
         budgets: by training (True) and evaluation, which have graphs and sizes of their own; and so have further kinds
             of calls in either, such as those with a gradient for their input.
     """
@@ -70,6 +71,8 @@ class CompiledCall:
         self.module, self.name = module, name or type(module).__name__
         self.dynamic, self.is_tried, self._changes = dynamic, is_tried, changes
         self.graphs, self.failure = 0, ""
+        self.below: Any = None
+        self.is_in = False
         self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
         self._usual: dict[bool, Any] = {}
         """The kind of the first call in training, and in evaluation."""
@@ -190,18 +193,23 @@ def _hash_masks(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:
-    """Let these modules be called by way of their compiled functions; undone, they are called as they were before."""
-    before = [vars(call.module).get("_compiled_call_impl") for call in calls]
+    """Let these modules be called by way of their compiled functions; undone, by way of what was put in before them and
+    is still meant to be there, whoever was undone first, and also where somebody paused them."""
     for call in calls:
-        call.module._compiled_call_impl = call
+        call.below = vars(call.module).get("_compiled_call_impl")
+        call.module._compiled_call_impl, call.is_in = call, True
 
     def undo() -> None:
-        for call, earlier in zip(calls, before, strict=True):
-            if vars(call.module).get("_compiled_call_impl") is not call:
+        for call in calls:
+            own, was_in, call.is_in = vars(call.module), call.is_in, False
+            if not was_in or own.get("_compiled_call_impl", call) is not call:
                 continue
-            del call.module._compiled_call_impl
-            if earlier is not None:
-                call.module._compiled_call_impl = earlier
+            own.pop("_compiled_call_impl", None)
+            below = call.below
+            while isinstance(below, CompiledCall) and not below.is_in:
+                below = below.below
+            if below is not None:
+                own["_compiled_call_impl"] = below
 
     return undo
 

@@ -471,13 +471,19 @@ def test_a_gpus_kernels_are_timed_in_another_process(
     assert [(each["autotune_in_subproc"], each["max_autotune"]) for each in seen] == [(torch.cuda.is_available(), True)]
 
 
-def test_undo_leaves_what_was_put_in_before() -> None:
+@pytest.mark.parametrize("order", ["above first", "below first", "above paused"])
+def test_undo_leaves_what_was_put_in_before(order: str) -> None:
     module = Net()
-    below, above = (CompiledCall(module, "net", {}, mode="eager", dynamic=None) for _ in range(2))
-    take_below = put_in([below])
-    take_above = put_in([above])
-    take_above()
-    assert vars(module)["_compiled_call_impl"] is below
-    take_below()
-    take_above()  # harmless when called twice
-    assert "_compiled_call_impl" not in vars(module)
+    lowest, below, above = (CompiledCall(module, "net", {}, mode="eager", dynamic=None) for _ in range(3))
+    undos = [put_in([each]) for each in (lowest, below, above)]
+    if order == "below first":
+        undos.pop(1)()
+        assert vars(module)["_compiled_call_impl"] is above
+    if order == "above paused":
+        del module._compiled_call_impl
+    for undo, left in zip(reversed(undos), [below, lowest][-len(undos) + 1 :], strict=False):
+        undo()
+        assert vars(module)["_compiled_call_impl"] is left
+    for undo in undos:  # harmless when called twice
+        undo()
+        assert "_compiled_call_impl" not in vars(module)
