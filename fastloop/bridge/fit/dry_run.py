@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import refuse_skipped
@@ -44,8 +45,11 @@ def dry_run(config: Config) -> DryRun:
         pl.seed_everything(config.run.seed, verbose=False)
         module, data = build_recipe(config)
         trainer: Any = make_trainer(config, None, None)
-        loader = _set_up(trainer, module, data)
+        loader, *others = CombinedLoader(_set_up(trainer, module, data)).flattened
     loader_facts = read_facts.loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
+    if others:
+        lost = f"Lightning counts the batches of {1 + len(others)} train loaders as one"
+        loader_facts = dataclasses.replace(loader_facts, place_lost=lost)
     if loader_facts.batches == 0:
         raise nothing_to_train("a train loader of 0 batches")
     size = _measure_sample(loader) if loader_facts.map_style else None

@@ -48,6 +48,18 @@ def test_a_plain_loader(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
         assert (other.samples_per_step, other.facts.accumulate) == (samples, accumulate)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_several_train_loaders_keep_no_place(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before training; of one loader, the control, nothing is."""
+    loader = DataLoader(pairs(), batch_size=8)
+    made = planned(monkeypatch, {"a": loader, "b": loader} if several else loader, "rungs.workers.enabled=true")
+    (step,) = made.plan.steps
+    notes = [note for note in step.change.notes if "resumed in the middle of an epoch starts it anew" in note]
+    assert step.status == "planned" and [note.rpartition(": ")[2] for note in notes] == (
+        ["Lightning counts the batches of 2 train loaders as one"] if several else []
+    )
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         raise AssertionError("a sample was taken")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -98,11 +98,11 @@ def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str
     for module in modules:
         kinds.update(dict.fromkeys(type(inner) for inner in module.modules()))
         parts += [(name, tuple(each.shape), str(each.dtype)) for name, each in module.named_parameters()]
-    for kind in kinds:
-        parts.append(f"{kind.__module__}.{kind.__qualname__}")
-        if not kind.__module__.startswith("torch."):
-            with contextlib.suppress(OSError, TypeError):  # code that was typed into an interpreter has no source
-                parts.append(inspect.getsource(kind))
+    parts += [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+    names = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
+    for file in sorted({getattr(sys.modules.get(name), "__file__", None) or "" for name in names}):
+        with contextlib.suppress(OSError):  # code that was typed into an interpreter has no file
+            parts.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
     return _digest(*map(repr, parts))
 
 
