@@ -39,9 +39,13 @@ def count_window(facts: Facts, loader: LoaderFacts, samples: int) -> int:
     return samples // each
 
 
-def plan_other_batch(facts: Facts, loader: LoaderFacts, samples: int, scaling: str, **how: Any) -> tuple[Change, float]:
+def plan_step(
+    facts: Facts, loader: LoaderFacts, samples: int | Literal["keep"], scaling: str, **how: Any
+) -> tuple[Change, float]:
     """`plan_regrouping` with so many samples in a step, of all ranks; and what learning rates are multiplied by."""
-    window = count_window(facts, loader, samples)
+    window = facts.accumulate if samples == "keep" else count_window(facts, loader, samples)
+    if samples == "keep" or window == facts.accumulate:
+        return plan_regrouping(facts, loader, **how), 1.0
     change = plan_regrouping(dataclasses.replace(facts, accumulate=window), loader, **how, idle_is_fine=True)
     factor = RATES[scaling](window / facts.accumulate)
     rates = "as they are" if scaling == "none" else f"multiplied by {factor:g} ({scaling})"

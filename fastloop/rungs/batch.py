@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.feeds.accumulation_windows import explain_no_regrouping
-from fastloop.feeds.regrouped_steps import judge_regrouping, plan_other_batch, plan_regrouping
+from fastloop.feeds.regrouped_steps import judge_regrouping, plan_step
 from fastloop.records.card import DEVICE, Card, ClimbState, SearchSpace, Tunable, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -109,6 +109,9 @@ class Batch:
         if not 0 < self.target_memory <= 1:
             key = "batch.target_memory"
             raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it is a share", do="write 0.9")
+        if self.lr_scaling != "none" and self.global_batch == "keep":
+            got, do = f"batch.lr_scaling={self.lr_scaling}", "write batch.global_batch as well"
+            raise ConfigError(key="batch.lr_scaling", got=got, why="the global batch stays", do=do)
 
     def plan(self, facts: Facts) -> Change:
         """Decide between split, merge and nothing to do."""
@@ -117,18 +120,15 @@ class Batch:
             keys = ("step.micro_batch", "loader.window", "trainer.accumulate_grad_batches")
             return Change(waits_for="the train loader", may_want=keys, facts={"micro_batches": True})
         how: dict[str, Any] = {"micro": self.micro_batch, "batch_norm": self.batch_norm}
-        factor = 1.0
-        if self.global_batch == "keep":
-            change = plan_regrouping(facts, facts.loader, **how)
-        else:
-            change, factor = plan_other_batch(facts, facts.loader, self.global_batch, self.lr_scaling, **how)
+        change, factor = plan_step(facts, facts.loader, self.global_batch, self.lr_scaling, **how)
         wants, actions = dict(change.wants), []
         wants |= {"step.target_memory": self.target_memory} if self.micro_batch == "auto" else {}
         wants |= {"step.loss_is_mean": True} if self.loss_is_mean else {}
         if "step.batch_norm" in wants:
             actions.append(Action(keys=("model.batch_norm",), when="train_start", do=_group_norms))
         if factor != 1:
-            actions.append(Action(keys=("optimizer.rates",), when="train_start", do=partial(_scale_rates, factor)))
+            scale = partial(_scale_rates, factor)
+            actions.append(Action(keys=("optimizer.rates",), when="train_start", do=scale))
         return dataclasses.replace(change, wants=wants, actions=tuple(actions))
 
     def _refuse(self, facts: Facts) -> None:
@@ -143,10 +143,9 @@ class Batch:
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when steps ran in micro-batches other than the loader's own, or had the samples that were asked for."""
         verdict = judge_regrouping(seen.evidence.get("batch", {}))
-        if seen.global_batch == self.global_batch:
-            why = f"each optimizer step had {self.global_batch} samples; {verdict.why}"
-            return dataclasses.replace(verdict, took=True, why=why)
-        return verdict
+        if seen.global_batch != self.global_batch:
+            return verdict
+        return Verdict(took=True, why=f"each optimizer step had {self.global_batch} samples; {verdict.why}")
 
 
 def _group_norms(site: Site) -> Applied:

@@ -76,21 +76,3 @@ def test_launches_are_saved() -> None:
     done = run({"batch": {}}, DataLoader(data, batch_size=8), accumulate_grad_batches=8, max_steps=3, accelerator="gpu")
     assert done.verdict("batch").took is True and done.seen("batch")["micro_batch"] == 64
     assert "not by memory" in done.verdict("batch").why
-
-
-def test_rungs_that_wait_are_on_while_sizes_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastloop.bridge.apply import micro_search
-
-    seen: list[bool] = []
-    read = micro_search._Run._read_ms
-
-    def watched(own: Any, size: int, piece: Any) -> float:
-        with own.strategy.precision_plugin.train_step_context():
-            seen.append(torch.is_autocast_enabled("cuda"))
-        return read(own, size, piece)
-
-    monkeypatch.setattr(micro_search._Run, "_read_ms", watched)
-    data = TensorDataset(torch.randn(512, 8), torch.randn(512, 1), torch.arange(512))
-    rungs = {"batch": {}, "amp": {}}
-    done = run(rungs, DataLoader(data, batch_size=8), accumulate_grad_batches=8, max_steps=3, accelerator="gpu")
-    assert seen and all(seen) and done.verdict("amp").took is True

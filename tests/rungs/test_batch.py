@@ -160,6 +160,8 @@ def test_plan_says_what_changes() -> None:
     assert "gradients add up in bf16-true: many small ones are lost; bf16-mixed keeps them" in half.notes
     other = Batch(enabled=True, micro_batch=4, global_batch=16).plan(facts(accumulate=4))
     assert other.wants == {"step.micro_batch": 4, "trainer.accumulate_grad_batches": 2}
+    same = Batch(enabled=True, micro_batch=4, global_batch=32).plan(facts(accumulate=4))
+    assert same == Batch(enabled=True, micro_batch=4).plan(facts(accumulate=4))
     assert other.notes[:2] == (
         "ANOTHER TRAINING: an optimizer step has 16 samples in place of 32; learning rates as they are",
         "max_steps and schedules still count steps, each of 0.5 times the samples",
@@ -213,6 +215,7 @@ def test_plan_of_batchnorm(settings: Any, given: Any, wants: Any, parity: str, t
         {"batch_norm": "keep"},
         {"target_memory": 1.5},
         {"lr_scaling": "cubic"},
+        {"lr_scaling": "linear"},
     ],
 )
 def test_impossible_settings_are_config_errors(settings: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.apply.site import attribute
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
@@ -170,7 +171,8 @@ def _sample(
             before = _read_streams(strategy)
             first = [sample(piece, number) for number, piece in enumerate(own)]
             drew = not all(map(torch.equal, before, _read_streams(strategy)))
-            known = list(logged)  # what the module's `log` writes to is put back, too
+            known = list(logged)
+        logged.clear()
         with untouched(module), nullcontext() if means is None else means.looking():
             return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
 
@@ -217,10 +219,11 @@ def unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(strategy: Any, log: Callable[..., None] = lambda *_args, **_named: None) -> Iterator[None]:
-    """Without logging, which `log` gets instead, and compiling."""
+    """Without logging, which `log` gets instead, recording, and compiling."""
     module, trainer = strategy.lightning_module, strategy.lightning_module.trainer
     dummy = namespaces.load(namespaces.of(strategy), "loggers.logger.DummyLogger")
     with contextlib.ExitStack() as undo:
+        undo.enter_context(unrecorded())
         undo.enter_context(attribute(module, "log", log))
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [dummy() for _ in trainer.loggers]

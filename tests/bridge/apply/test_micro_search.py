@@ -271,6 +271,51 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
     assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 40}).seen("batch")["micro_batch"] == 16
 
 
+def test_rungs_that_wait_are_on_while_sizes_are_timed_and_off_for_step_1(
+    timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else float32 would choose for bfloat16. What the first step trains on is the run with the number by hand."""
+    seen: list[tuple[str, bool, bool]] = []
+
+    class Pictures(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(
+                0, torch.nn.Sequential(torch.nn.Unflatten(1, (2, 2, 2)), torch.nn.Conv2d(2, 2, 2), torch.nn.Flatten())
+            )
+            self.net[1] = torch.nn.Linear(2, 16)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            kernel = self.net[0][1].weight
+            seen.append((now[0], torch.is_autocast_enabled("cpu"), kernel.is_contiguous()))
+            return super().loss(batch)
+
+    now = ["run"]
+
+    def during(name: str, call: Any) -> Any:
+        def watched(own: Any, *args: Any) -> Any:
+            now[0] = name
+            try:
+                return call(own, *args)
+            finally:
+                now[0] = "run"
+
+        return watched
+
+    for name in ("play_plain", "_time_each"):
+        monkeypatch.setattr(micro_search._Run, name, during(name, getattr(micro_search._Run, name)))
+    rungs = {"amp": {}, "layout": {}}
+    by_hand = run({**BY_HAND, **rungs}, EVEN(), Pictures, **ACCUMULATE)
+    seen.clear()
+    ours = run({**AUTO, **rungs}, EVEN(), Pictures, **ACCUMULATE)
+    assert {each[1:] for each in seen if each[0] == "play_plain"} == {(False, True)}
+    assert {each[1:] for each in seen if each[0] == "_time_each"} == {(True, False)}
+    first = next(number for number, each in enumerate(seen) if each[0] == "_time_each")
+    assert next(each for each in seen[first:] if each[0] == "run") == ("run", False, True)
+    assert ours.verdict("amp").took is True and ours.seen("batch")["micro_batch"] == 16
+    assert distance(by_hand, ours) == 0
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A device of 120 GiB, 15 of them others', on which a micro-batch takes 10 GiB and 4 a sample."""

@@ -126,8 +126,11 @@ class _Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
 
+    is_deaf = False
+
     def __call__(self, *args: Any) -> None:
-        self.call(*args)
+        if not _Hook.is_deaf:
+            self.call(*args)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
         return _Hook, (_do_nothing,)
@@ -135,6 +138,16 @@ class _Hook:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Calls of now are tries, and no step's: no recorder takes them."""
+    _Hook.is_deaf = True
+    try:
+        yield
+    finally:
+        _Hook.is_deaf = False
 
 
 def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | None:
