@@ -42,7 +42,7 @@ class Pictures:
     def __init__(self, pixels: torch.Tensor, sizes: Numbers, slots: Numbers, labels: torch.Tensor) -> None:
         self.pixels, self.sizes, self.slots, self.labels = pixels, sizes, slots, labels
         self.starts = np.concatenate([[0], np.cumsum(3 * sizes[:, 0] * sizes[:, 1])[:-1]])
-        self._has_kernels = pixels.is_cuda and importlib.util.find_spec("triton") is not None
+        self.has_kernels = pixels.is_cuda and importlib.util.find_spec("triton") is not None
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def find_labels(self, samples: Numbers) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Pictures:
         this memory format if that costs nothing."""
         slots = self.slots[samples]
         told = (self.pixels, self.starts[slots], self.sizes[slots, 0], self.sizes[slots, 1], parts)
-        if self._has_kernels:
+        if self.has_kernels:
             from fastloop.feeds.device_store import kernels
 
             return kernels.resize_parts(*told, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
