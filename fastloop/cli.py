@@ -162,6 +162,7 @@ def headspace(conf: str, json_to: str | None, **options: Any) -> None:
 )
 @click.option("--script", metavar="TRAIN.py", help="Compare on your own Lightning script, unmodified.")
 @click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
+@click.option("--vs-commit", metavar="REF", help="With --script: compare the working tree with a commit.")
 @click.option("--runs", default="5", show_default=True, metavar="N|auto", help="Runs per arm.")
 @click.option("--steps", default="auto", show_default=True, metavar="N|auto", help="Optimizer steps per run.")
 @click.option("--aa", is_flag=True, help="Allow identical arms: an A/A test of the false-alarm rate.")
@@ -186,15 +187,17 @@ def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **
 
 
 @cli.command()
-@click.argument("conf")
+@click.argument("conf", required=False)
 @_overrides
+@click.option("--script", metavar="TRAIN.py", help="Climb with your own Lightning script, unmodified.")
+@click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
 @click.option("--budget", default="20m", show_default=True, metavar="TIME", help="Time to spend: 90s, 20m or 2h.")
 @click.option(
     "--allow", multiple=True, type=click.Choice(["changes-training"]), help="Also try rungs of this parity class."
 )
 @_resume
 @_training_options
-def climb(conf: str, budget: str, json_to: str | None, **options: Any) -> None:
+def climb(conf: str | None, budget: str, json_to: str | None, **options: Any) -> None:
     """Find the fastest stack of rungs and prove it by A/B test.
 
     Rungs that change the training are left out unless --allow says otherwise.

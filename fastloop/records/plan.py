@@ -49,8 +49,15 @@ class Site(Protocol):
     def device(self) -> Any:
         """Where this rank trains."""
 
-    def set_precision(self, mode: str) -> Undo:
-        """Let Lightning's own plugin run the mixed precision `mode`."""
+    def set_precision(self, mode: str, *, cache_weights: bool = False) -> Undo:
+        """Let Lightning's own plugin run the precision `mode`.
+
+        Args:
+            cache_weights: of mixed precision: round each weight once in a forward, and not at each use.
+        """
+
+    def scale_rates(self, factor: float) -> Undo:
+        """Multiply all learning rates, and what schedulers compute them from; train_start only."""
 
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         """Let DistributedDataParallel be made with these keywords; before_wrap only."""
@@ -65,6 +72,11 @@ class Site(Protocol):
     @property
     def changed_sizes(self) -> Sequence[Mapping[int, int]]:
         """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
+
+    @property
+    def graph_passes(self) -> list[Callable[[Any], Any]]:
+        """What changes each captured graph before it is compiled, see ``feeds/compiled_calls.py``. A rung adds its own
+        and takes it out in its undo; compiles that come later have them."""
 
     @property
     def groups(self) -> Any:
@@ -125,6 +137,10 @@ class Change:
     Until then, and through the sanity validation, none of them has run."""
     pay_back: PayBack | None = None
     """Whether the rest of the run has to save the one-time cost of its first call; None: there is none."""
+    first_call_of: tuple[str, ...] = ()
+    """Names of the modules that its first call compiles; empty: all."""
+    cheaper: Change | None = None
+    """The same with a smaller one-time cost and less to gain; tried where this cannot pay back, or has failed."""
     waits_for: str | None = None
     """What must be known before this rung can be planned; the rest of the record then says what may come."""
     may_want: tuple[str, ...] = ()

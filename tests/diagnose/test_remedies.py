@@ -33,9 +33,8 @@ def test_a_patch_is_one_the_configuration_takes(rung: str) -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_what_is_on_is_not_available(rung: str) -> None:
     seen = resnet50_naive(world_size=2, micro_batch=8, global_batch=64)
-    seen = dataclasses.replace(
-        seen, evidence={**seen.evidence, "loader": {**seen.evidence["loader"], "decode_ms": 4.1}}
-    )
+    more = {"loader": {**seen.evidence["loader"], "decode_ms": 4.1}, "model": {"attends_by_hand": 1, "classes": 9000}}
+    seen = dataclasses.replace(seen, evidence={**seen.evidence, **more})
     assert available(seen, (), rung), "otherwise this tests nothing"
     assert not available(seen, (rung,), rung)
 

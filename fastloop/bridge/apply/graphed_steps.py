@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.micro_batches import get_loss
 from fastloop.bridge.apply.read_facts import overrides
 from fastloop.bridge.apply.read_precision import find_precision
 from fastloop.bridge.apply.rehearse.recorded_calls import Played, measure_deviation
@@ -30,6 +29,7 @@ from fastloop.bridge.apply.staging import set_attribute
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import map_tensors, tensors, walk_tensors
+from fastloop.feeds.splitting import get_loss
 from fastloop.feeds.step_graph.recording import CudaRecorder, Recorder
 from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
 from fastloop.judge import rehearsal as judge
