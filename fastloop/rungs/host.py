@@ -63,7 +63,7 @@ class Host:
     def plan(self, facts: Facts) -> Change:
         """Ask for either of both, once the optimizers exist."""
         refused = _explain_no_graph(facts) if self.step_graph else "step_graph is false"
-        actions = [Action(keys=("host.loop",), when="train_start", do=lambda site: site.thin_loop())]
+        actions = [Action(keys=("host.loop",), when="train_start", do=_thin_loop)]
         if self.gc_every_steps is not None:
             actions.append(Action(keys=("host.gc",), when="train_start", do=self._pace_garbage))
         if refused is None:
@@ -132,6 +132,10 @@ class Host:
         gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
         stop = site.note_each_batch(count)
         return Applied(undo=undo, probe=probe)
+
+
+def _thin_loop(site: Site) -> Applied:
+    return site.thin_loop()
 
 
 def _explain_no_graph(facts: Facts) -> str | None:
