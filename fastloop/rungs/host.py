@@ -11,9 +11,9 @@ Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.records.card import Card, ClimbState, Variant
@@ -63,7 +63,7 @@ class Host:
     def plan(self, facts: Facts) -> Change:
         """Ask for either of both, once the optimizers exist."""
         refused = _explain_no_graph(facts) if self.step_graph else "step_graph is false"
-        actions = [Action(keys=("host.loop",), when="train_start", do=lambda site: site.thin_loop())]
+        actions = [Action(keys=("host.loop",), when="train_start", do=_thin_loop)]
         if self.gc_every_steps is not None:
             actions.append(Action(keys=("host.gc",), when="train_start", do=self._pace_garbage))
         if refused is None:
@@ -123,15 +123,16 @@ class Host:
             if is_ours:
                 gc.unfreeze()
 
-        def probe() -> Mapping[str, Any]:
-            return {"gc_passes": seen["gc_passes"], "gc_every_steps": every}
-
         gc.collect()
         if is_ours:
             gc.freeze()
         gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
         stop = site.note_each_batch(count)
-        return Applied(undo=undo, probe=probe)
+        return Applied(undo=undo, probe=lambda: {"gc_passes": seen["gc_passes"], "gc_every_steps": every})
+
+
+def _thin_loop(site: Site) -> Applied:
+    return site.thin_loop()
 
 
 def _explain_no_graph(facts: Facts) -> str | None:

@@ -120,7 +120,8 @@ class GraphedSteps:
     def _drop(self) -> None:
         if self._step is not None:
             self._step.let_go()
-        self._step, self._guard, self._parts = None, [], []
+        # What a play left would keep its activations, and nodes that belong to another stream than eager steps run on.
+        self._step, self._guard, self._parts, self._output, self._calls = None, [], [], None, ()
 
     # -- whether to replay ----------------------------------------------------------------------------------------
 
@@ -324,7 +325,7 @@ class _Watch:
         if not isinstance(value, torch.Tensor) or value.device != self._device:
             self.notice(f"a value for self.log({name!r}) that is no tensor on the device")
             return
-        self.calls.append(_LogCall(name, value, args, options))
+        self.calls.append(_LogCall(name, value.detach(), args, options))
 
 
 @contextmanager

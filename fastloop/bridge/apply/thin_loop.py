@@ -8,7 +8,8 @@ takes 255 us a step and each logged value 290 more:
     arguments       the signature of training_step is read anew for each batch                         -29 us
 
 What is logged with prog_bar=True is read off the device at each batch, bar or no bar, and the host never runs ahead.
-Here it is read when somebody looks; and a bar whose user left it at every batch looks at every 20th.
+Here it is read when somebody looks; and a bar whose user left it at every batch looks at every 20th. With several ranks
+Lightning asks at every batch whether rank 0 was told to stop, and waits for the answer; here at every 50th.
 
 All of it sits on instances, behind a look at what is there; what a version of Lightning does otherwise stays as it is.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from fastloop.records.plan import Applied
 
 REFRESH_BATCHES = 20
 """Between two looks of a progress bar that would look at every batch."""
+ASK_BATCHES = 50
+"""Between two questions to rank 0 whether it was told to stop."""
 BATCH_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -51,13 +55,15 @@ class ThinLoop:
         self._read_signature_once()
         self._read_numbers_late()
         self._refresh_less()
+        self._ask_less_often()
 
     def note_results(self) -> None:
         """Before a batch: what was logged for the first time has a result by now."""
-        results = getattr(self._loop, "_results", None)
-        if isinstance(results, dict) and len(results) != self._results:
-            self._results = len(results)
-            for result in results.values():
+        loops = self._loop, getattr(self._loop, "val_loop", None)
+        results = [found for loop in loops if isinstance(found := getattr(loop, "_results", None), dict)]
+        if (known := sum(map(len, results))) != self._results:
+            self._results = known
+            for result in (result for found in results for result in found.values()):
                 if getattr(result, "is_tensor", False) and "to" not in vars(result):
                     self._moves.append(_Moved(result))
                     self._set(result.__dict__, "to", self._moves[-1])
@@ -145,6 +151,20 @@ class ThinLoop:
         if getattr(bar, "_refresh_rate", None) == 1:
             self._put_back.append(partial(setattr, bar, "_refresh_rate", 1))
             bar._refresh_rate = REFRESH_BATCHES
+
+    def _ask_less_often(self) -> None:
+        """Whether rank 0 was told to stop: a collective and a wait for the device at every batch (Lightning #21487).
+        All ranks count the same batches, so they ask together."""
+        original = getattr(self._loop, "_broadcast_sigterm_tensor", None)
+        if self._trainer.world_size == 1 or original is None:
+            return
+        batches = count()
+
+        def ask() -> None:
+            if next(batches) % ASK_BATCHES == 0:
+                original()
+
+        self._set(vars(self._loop), "_broadcast_sigterm_tensor", ask)
 
     def _set(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value

@@ -178,7 +178,7 @@ def test_a_recording_that_fails_leaves_no_trace(recorder: type[FakeRecorder], fa
 def test_replays_that_are_slower_are_the_users_own_wish(
     recorder: type[FakeRecorder], asked: Any, replayed: bool
 ) -> None:
-    recorder.slow_s = 1.0
+    recorder.slow_s = 0.4
     ours = seeded(Step)
     watcher, _ = fit({"host": {"step_graph": asked}}, ours, models.loader(24))
     found = evidence(watcher, "host")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from fastloop.bridge.apply.thin_loop import REFRESH_BATCHES, LateNumbers
+from fastloop.bridge.apply.thin_loop import ASK_BATCHES, REFRESH_BATCHES, LateNumbers, ThinLoop
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, seeded
 
@@ -122,6 +122,28 @@ def test_nothing_of_it_stays(raises: bool) -> None:
         assert not [each for each in loop._results.values() if "to" in vars(each)]
     assert bar.refresh_rate == 1
     assert callable(module.on_train_batch_start) and callable(bar.on_before_zero_grad)
+
+
+def test_ranks_ask_together_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Counted(L.Callback):
+        """Two ranks, as far as the rung can see; Lightning itself asks nobody."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            monkeypatch.setattr(type(trainer), "world_size", 2)
+            loop = trainer.fit_loop.epoch_loop
+            monkeypatch.setattr(type(loop), "_broadcast_sigterm_tensor", lambda _self: asked.append(1))
+            thin = ThinLoop(trainer, pl_module)
+            for _ in range(2 * ASK_BATCHES + 1):
+                loop._broadcast_sigterm_tensor()
+            monkeypatch.undo()
+            assert len(asked) == 3
+            thin.undo()
+            assert "_broadcast_sigterm_tensor" not in vars(loop)
+
+    fit(None, seeded(Logs), callbacks=(Counted(),))
+    assert asked
 
 
 def test_numbers_are_read_however_somebody_looks() -> None:
