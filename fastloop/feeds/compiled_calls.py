@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from fastloop.errors import let_through
@@ -20,7 +21,7 @@ from fastloop.records.plan import Undo
 
 GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 """Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
-``meta["example_value"]``; what the pass adds needs none."""
+``meta["example_value"]``; calls that the pass adds get theirs afterwards."""
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
@@ -215,11 +216,27 @@ class _Passing:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         for each in self.passes:
             graph = each(graph)
+            _add_values(graph.graph)
         if self.mode == "eager":
             return graph.forward
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(graph, inputs, config_patches=_list_options(self.mode))
+
+
+def _add_values(graph: torch.fx.Graph) -> None:
+    """Give added calls their values: of graphs where some are missing torch keeps no compiled code on the disk."""
+    key = "example_value"
+    known = [node.meta[key] for node in graph.nodes if key in node.meta]
+    with next((each.fake_mode for each in known if isinstance(each, FakeTensor)), contextlib.nullcontext()):
+        for node in graph.nodes:
+            if key in node.meta or any(key not in each.meta for each in node.all_input_nodes):
+                continue
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta[key])
+            if node.op == "call_method":
+                node.meta[key] = getattr(args[0], node.target)(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                node.meta[key] = node.target(*args, **kwargs)
 
 
 def _list_options(mode: str) -> dict[str, Any]:

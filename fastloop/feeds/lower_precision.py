@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -13,13 +14,14 @@ from fastloop.errors import NotApplicable
 from fastloop.records.plan import Site, Undo
 
 
-def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, called: set[str]) -> Undo:
+def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Callable[[str], object]) -> Undo:
     """Run a submodule, or a method of one, without autocast and on float32 copies of its shorter arguments.
 
     Args:
         root: the LightningModule.
         name: below it: ``criterion``, ``compute_loss``, ``head.compute_loss``.
-        called: the name is added when it is called, but for calls inside compiled code.
+        note: told the name at each call, but for those inside compiled code. A builtin such as ``set.add``: what other
+            functions hold, a rehearsal puts back.
 
     Raises:
         NotApplicable: there is no such part, or it is none that can be called.
@@ -32,7 +34,7 @@ def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, called: 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            called.add(name)
+            note(name)
         with torch.autocast(device_type, enabled=False):
             return original(self, *(_lengthen(each) for each in args), **{k: _lengthen(v) for k, v in kwargs.items()})
 

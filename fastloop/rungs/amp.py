@@ -11,6 +11,7 @@ Source          https://docs.pytorch.org/docs/stable/amp.html
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from fastloop.errors import NotApplicable
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu, precision
 
 DTYPES = {
@@ -27,7 +28,10 @@ DTYPES = {
     "bf16-true": "torch.bfloat16",
     "16-true": "torch.float16",
 }
-TRUE_NOTE = "weights are {}, too: updates below 1/{} of a weight are lost; {} keeps them"
+TRUE_NOTES = {
+    "bf16-true": "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them",
+    "16-true": "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them",
+}
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
@@ -77,12 +81,9 @@ class Amp:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
-        notes = []
-        if not is_mixed:
-            half = self.mode == "16-true"
-            notes.append(
-                TRUE_NOTE.format(*(("float16", 2048, "16-mixed") if half else ("bfloat16", 256, "bf16-mixed")))
-            )
+        notes = [] if is_mixed else [TRUE_NOTES[self.mode]]
+        if not is_mixed and facts.micro_batches:
+            notes.append("the gradients of the micro-batches are summed in 16 bits")
         if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
             notes.append(f"{facts.device_name} only emulates bfloat16: slower; 16-mixed suits it")
         return Change(
@@ -99,20 +100,14 @@ class Amp:
         """Put Lightning's plugin in, and note the dtype of a matrix product inside the user's training_step."""
         from fastloop.feeds.lower_precision import keep_cudnn_out, keep_in_float32, read_product_dtype
 
-        dtypes, called, undos = list[str](), set[str](), list[Undo]()
-
-        def undo() -> None:
-            for put_back in reversed(undos):
-                put_back()
-
-        try:
-            undos += [keep_in_float32(site.module, name, site.device.type, called) for name in self.keep_fp32]
-        except NotApplicable:
-            undo()
-            raise
-        undos.append(site.set_precision(self.mode, cache_weights=self.cache_weights))
-        if (undo_attention := keep_cudnn_out(site)) is not None:
-            undos.append(undo_attention)
+        dtypes, called = list[str](), set[str]()
+        with ExitStack() as undos:
+            for name in self.keep_fp32:
+                undos.callback(keep_in_float32(site.module, name, site.device.type, called.add))
+            undos.callback(site.set_precision(self.mode, cache_weights=self.cache_weights))
+            if (undo_attention := keep_cudnn_out(site)) is not None:
+                undos.callback(undo_attention)
+            undo = undos.pop_all().close
         site.note_in_step(lambda: dtypes.append(read_product_dtype(site.device)))
 
         def probe() -> Mapping[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from fastloop.feeds import call_shapes
 from fastloop.feeds.compiled_calls import CompiledCall, put_in
@@ -364,6 +367,36 @@ def test_inductor_serves_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("inductor", monkeypatch)
     call = agree(Net(), [((batch(length),), {}) for length in LENGTHS[:12]])
     assert (call.graphs, call.budgets[True].eager, call.failure) == (2, call_shapes.LEARN, "")
+
+
+@pytest.mark.slow
+def test_a_later_compile_starts_from_torchs_cache_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So no cache of our own is needed: with passes as without, and what is truncated on the disk is made anew."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", really_compile)
+
+    def start() -> dict[str, int]:
+        """As another process would: with nothing in memory."""
+        torch._dynamo.reset()
+        torch._inductor.utils.clear_caches()
+        counters.clear()
+        module = Net()
+        call = CompiledCall(module, "net", {}, mode="default", dynamic=None, passes=[double_tanh])
+        wanted = (2.0 * torch.tanh(module.first(batch(7)))).mean(dim=1)
+        put_in([call])
+        torch.testing.assert_close(run(module, batch(7))[0], module.last(wanted).sum())
+        assert call.graphs == 1 and not call.failure
+        return dict(counters["aot_autograd"])
+
+    def count(found: dict[str, int]) -> tuple[int, int]:
+        return found.get("autograd_cache_hit", 0), found.get("autograd_cache_miss", 0)
+
+    assert count(start()) == (0, 1) and count(start()) == (1, 0)
+    kept = [each for folder in ("aotautograd", "fxgraph") for each in (tmp_path / folder).rglob("*") if each.is_file()]
+    assert kept
+    for each in kept:
+        os.truncate(each, 100)
+    assert count(start()) == (0, 1)
 
 
 def test_kinds_of_calls_have_graphs_of_their_own() -> None:

@@ -59,7 +59,7 @@ def test_what_is_kept_computes_in_float32(name: str, compiles: bool) -> None:
     torch._dynamo.reset()
     model, called, x = Model(), set[str](), 100 + torch.randn(64, 1)
     wanted = model.compute_loss(x)
-    undo = keep_in_float32(model, name, "cpu", called)
+    undo = keep_in_float32(model, name, "cpu", called.add)
     loss = torch.compile(model.compute_loss, backend="aot_eager", fullgraph=True) if compiles else model.compute_loss
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(loss(x), wanted)
@@ -74,7 +74,7 @@ def test_what_is_kept_computes_in_float32(name: str, compiles: bool) -> None:
 
 def test_copies_of_what_is_kept_call_themselves() -> None:
     model = Model()
-    keep_in_float32(model, "criterion", "cpu", set())
+    keep_in_float32(model, "criterion", "cpu", set().add)
     x: Any = torch.randn(64, 1)
     with torch.autocast("cpu", torch.bfloat16):
         for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -86,4 +86,4 @@ def test_copies_of_what_is_kept_call_themselves() -> None:
 @pytest.mark.parametrize("name", ["critrion", "head.loss", "criterion.scale", ""])
 def test_what_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(NotApplicable, match=f"no module or method '{name}'"):
-        keep_in_float32(Model(), name, "cpu", set())
+        keep_in_float32(Model(), name, "cpu", set().add)

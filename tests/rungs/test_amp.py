@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +310,8 @@ def test_true_modes_change_the_training_and_are_applied_untried(mode: Any, note:
     change = Amp(enabled=True, mode=mode).plan(Facts())
     assert (change.parity, change.notes, change.rehearse) == ("changes-training", (note,), None)
     assert dict(change.wants) == {"precision.plugin": mode} and dict(change.facts) == {"precision": mode}
+    several = Amp(enabled=True, mode=mode).plan(Facts(micro_batches=True)).notes  # A9
+    assert several == (note, "the gradients of the micro-batches are summed in 16 bits")
     for settings in ({"keep_fp32": ("loss",)}, {"cache_weights": True}):
         with pytest.raises(NotApplicable, match=f"are for mixed precision, not for mode {mode}"):
             Amp(enabled=True, mode=mode, **settings).plan(Facts())
@@ -367,11 +370,22 @@ class Cancelling(models.Regression):
 )
 def test_losses_are_kept_in_float32_by_name(name: str, took: bool, why: str) -> None:
     module = seeded(Cancelling)
-    watcher, trainer = fit({"amp": {"keep_fp32": [name]}}, module)
+    watcher, trainer = fit({"amp": {"keep_fp32": ["net.0", name] if took is False else [name]}}, module)
     assert verdict(watcher, "amp").took is took and verdict(watcher, "amp").why.endswith(why)
-    expected = torch.float32 if name != "other_loss" else torch.bfloat16
-    assert module.dtype_inside == expected and name not in vars(module)
+    expected = torch.bfloat16 if name == "other_loss" else torch.float32
+    assert name not in vars(module) and "forward" not in vars(module.net[0]), "nothing is left"
+    assert module.dtype_inside == expected
     assert type(trainer.precision_plugin) is Precision
+
+
+def test_what_is_kept_is_seen_although_it_is_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rehearsal calls it outside of compiled code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    rungs = {"amp": {"enabled": True, "keep_fp32": ["net.3"]}, "compile": {"enabled": True}}
+    watcher = FastLoop({"rungs": rungs, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(seeded(), models.loader())
+    assert verdict(watcher, "compile").took is True
+    assert verdict(watcher, "amp").why.endswith("torch.bfloat16, those of net.3 in torch.float32")
 
 
 class Casts(TorchDispatchMode):

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop import FastLoop
-from fastloop.bridge.apply.rehearse import rehearsal
+from fastloop.bridge.apply.rehearse import budget
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.judge import rehearsal as judge
 from fastloop.records.facts import Facts
@@ -220,19 +220,28 @@ def test_equal_blocks_are_compiled_once(backend: list[str]) -> None:
 
 def test_blocks_where_the_model_cannot_pay_back(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second may be spent on each of ten layers; the model has 18, a block two."""
-    monkeypatch.setattr(rehearsal, "BASE_S", 0.0)
-    monkeypatch.setattr(rehearsal.Remembered, "find_first_call_s", lambda *_: None)
+    monkeypatch.setattr(budget, "BASE_S", 0.0)
+    monkeypatch.setattr(budget.Remembered, "find_first_call_s", lambda *_: None)
     monkeypatch.setattr(judge, "explain_no_pay_back", lambda cost_s, *_: None if cost_s <= 10 else "too dear")
     tried: list[str] = []
     for per_layer_s in (0.5, 1.0, 10.0):
         backend.clear()
-        monkeypatch.setattr(rehearsal, "PER_LAYER_S", per_layer_s)
+        monkeypatch.setattr(budget, "PER_LAYER_S", per_layer_s)
         settings = {"compile": {"enabled": True, "pay_back": "required"}}
         watcher = FastLoop({"rungs": settings, "watch": {"warmup_steps": 1}}, quiet=True)
         models.trainer(callbacks=[watcher]).fit(seeded(Deep), models.loader())
         tried.append(backend[0] if backend else verdict(watcher, "compile").why)
     whole, blocks, none = tried
     assert (whole.count("torch.tanh"), blocks.count("torch.tanh"), none) == (9, 1, "too dear")
+
+
+@pytest.mark.parametrize(("sizes", "graphs"), [([9, 5, 6, 4], 1), ([9, 9, 9, 9, 5, 6, 4, 5, 6, 4], 2)])
+def test_blocks_follow_sizes_that_the_first_batches_show(sizes: list[int], graphs: int, backend: list[str]) -> None:
+    """A rehearsal records calls of the whole model only. The control: sizes that vary later have their own graph."""
+    settings = {"compile": {"enabled": True, "scope": "blocks"}}
+    watcher = FastLoop({"rungs": settings, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(seeded(Deep), of_sizes(2 * sizes))
+    assert verdict(watcher, "compile").took is True and len(backend) == graphs
 
 
 def test_the_module_itself_has_a_name_in_the_plan() -> None:

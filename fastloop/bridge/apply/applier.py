@@ -15,7 +15,8 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
-from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms
+from fastloop.bridge.apply.rehearse.budget import Terms
+from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.place.keeping import PlaceKeeper
@@ -148,7 +149,7 @@ class Applier:
                     self._skip(step, reason)
         return loader
 
-    def train_start(self, count: Callable[[Callable[[], object], int | None], None] = lambda *_: None) -> None:
+    def train_start(self) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._run("train_start")
         if self.loaders is not None:
@@ -156,9 +157,7 @@ class Applier:
         if self._held and self.terms is not None and self._site is not None:
             held = [step for step in self.plan.planned if step.rung in self._held]
             settings = partial(getattr, self.ladder)
-            hands = Hands(
-                apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say, count=count
-            )
+            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
             self.tries = Tries(
                 Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands),
                 pause=self._pause_step,

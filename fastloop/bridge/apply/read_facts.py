@@ -149,8 +149,8 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if _is_compiled(named[name])),
-        "compile_targets": (targets := tuple(compile_targets(module))),
-        "repeated_blocks": tuple(_group_alike(module, targets)),
+        "compile_targets": tuple(compile_targets(module)),
+        "repeated_blocks": tuple(_group_repeated(module)),
         "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
         "steps_with_iterator": callable(training_step)
         and "dataloader_iter" in inspect.signature(training_step).parameters,
@@ -222,13 +222,12 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _group_alike(module: torch.nn.Module, targets: Iterable[str]) -> Iterable[tuple[str, ...]]:
-    """Names of the repeated blocks inside these modules, grouped by class and shapes."""
+def _group_repeated(module: torch.nn.Module) -> Iterable[tuple[str, ...]]:
+    """Names of the repeated blocks, grouped by class and shapes."""
     groups: dict[Any, tuple[str, ...]] = {}
-    for target in targets:
-        for name in _find_repeated(module.get_submodule(target), target):
-            kind = call_shapes.describe_kind(module.get_submodule(name))
-            groups[kind] = (*groups.get(kind, ()), name)
+    for name in _find_repeated(module, ""):
+        kind = call_shapes.describe_kind(module.get_submodule(name))
+        groups[kind] = (*groups.get(kind, ()), name)
     return groups.values()
 
 
@@ -349,5 +348,6 @@ def _is_compiled(module: Any) -> bool:
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
         or getattr(module, "_compiler_ctx", None) is not None  # so Lightning marks trainer.fit(torch.compile(module))
     )

@@ -14,7 +14,7 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
-from fastloop.bridge.apply.rehearse.rehearsal import Terms
+from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.fail_open import disabled, fail_open, hint
 from fastloop.bridge.fit import run_directory, strategy
@@ -153,7 +153,7 @@ class FastLoop(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._first = True
         if self._applier is not None:
-            self._applier.train_start(self._count_play)
+            self._applier.train_start()
             self.plan = self._applier.plan
             self._switch_hook("on_train_batch_start", self._applier.is_trying)
         if self._eyes is not None:
@@ -303,10 +303,6 @@ class FastLoop(Callback):
         if self.run_dir is None and trainer.is_global_zero:
             self.run_dir = run_directory.directory(trainer, self.out)
         return self.run_dir
-
-    def _count_play(self, play: Callable[[], object], samples: int | None) -> None:
-        if self._eyes is not None:
-            self._eyes.work.count_play(play, samples)
 
     @fail_open
     def _note_batch_asked(self) -> None:

@@ -42,8 +42,6 @@ class CountWork:
         self._marks: Marks | None = None
         self._count: FlopCount | None = None
         self._samples, self._done = 0, False
-        self._first: int | None = None
-        """Samples of the fit's first batch."""
 
     def attach(self, module: torch.nn.Module, marks: Marks) -> None:
         self._module, self._marks = module, marks
@@ -61,20 +59,8 @@ class CountWork:
         else:
             self.found, self._done = {"per_sample": None, "why": why}, True
 
-    def count_play(self, play: Callable[[], object], samples: int | None) -> None:
-        """Count calls of a first batch that are played again, in place of the step that counting was begun for: from
-        this step on the model may be compiled. Of its samples the watch may know more than who plays it."""
-        samples = samples and (self._first or samples)
-        self.give_up()
-        if self._module is None or self._done or not samples or may_count(self._module) is not None:
-            return
-        with FlopCount() as count:
-            play()
-        self.found, self._done = count.per(samples), True
-
     def batch(self, samples: int | None) -> None:
         """A batch of the step is done."""
-        self._first = self._first or samples
         if self._count is not None or self._compiled is not None:
             self._samples += samples or 0
 

@@ -87,20 +87,6 @@ def test_what_must_not_be_counted_says_why(marks: Marks) -> None:
     assert look.found["per_sample"] is None and "compiled" in look.found["why"]
 
 
-def test_samples_of_a_played_batch_are_what_the_watch_counted(marks: Marks) -> None:
-    model = torch.nn.Linear(8, 16)
-
-    def play() -> None:
-        model(torch.ones(4, 8)).sum().backward()
-
-    for counted, expected in ((None, 3), (4, 4), (None, None)):  # three channels of four images
-        look = CountWork()
-        look.attach(model, marks)
-        look.batch(counted)
-        look.count_play(play, 3 if expected else None)
-        assert look.found["per_sample"] == (4 * BY_HAND / expected if expected else None)
-
-
 def test_the_calls_of_a_compiled_module_are_counted_after_the_step(marks: Marks) -> None:
     model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
     look = CountWork(untouched)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,58 +18,29 @@ from typing import Any, TypeVar
 import torch
 
 from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, Player, measure_deviation
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
-from fastloop.feeds.batch_tree import count_samples
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
 from fastloop.records.plan import Rehearsed, Step
 
-LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
-COSTLY_LIMIT_S = 600.0
-"""For a rung with a one-time cost, such as a compile."""
-BASE_S, PER_LAYER_S = 5.0, 0.3
-"""What compiling a model takes, roughly, where that is not known: so much, and so much for each of its layers."""
 UNCOUNTED_BATCHES = 8
 OPTIMIZER_LIMIT = 1e-2
 """Deviation of an optimizer's step: rounding, where small differences of large weights are compared."""
-ENDLESS = 10**9
-"""Optimizer steps of a run that goes on until somebody ends it."""
 MOST_PLAYS = 3
 BASE_SHARE = 0.25
 """Of the time for a rehearsal that may go into a better reading of the unchanged modules."""
 ENOUGH_MS = 300.0
 """Of playing, for one reading."""
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How strictly rungs are judged."""
-
-    by_ladder: frozenset[str] = frozenset()
-    """Rungs that a shipped ladder switched on: they must be worth it. What the user switched on must only work."""
-    weighs_costs: bool = True
-    """Weigh one-time costs against the length of this run; a trial stands for a longer one."""
-    steps_left: int | None = None
-    """Optimizer steps; None where that is not known."""
-    batches_per_step: float = 1.0
-
-    def of_run(self, trainer: Any) -> Terms:
-        """These terms for the run that now begins."""
-        planned = count_planned_steps(trainer)
-        if planned is None and trainer.max_epochs == trainer.max_steps == -1:
-            planned = ENDLESS
-        left = None if planned is None else max(0, planned - 1)
-        return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
 
 
 @dataclass(frozen=True)
@@ -80,8 +52,6 @@ class Hands:
     settings: Callable[[str], Any]
     """Of a rung, by its name."""
     say: Callable[[str], None]
-    count: Callable[[Callable[[], object], int | None], None]
-    """Counts the work of what it is given to run: that of the first batch, with so many samples."""
 
 
 class Rehearsal:
@@ -91,19 +61,21 @@ class Rehearsal:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
         self._recorder = CallRecorder(site.module, site.facts.compile_targets, site.groups)
         self._began_at = site.trainer.global_step
-        self._base, self._base_ms, self._spent_s = Played(), 0.0, 0.0
-        self._without_dropout = Played()
-        self._samples: int | None = None
+        self._base = Played()
+        self._without_dropout: Played | None = None
+        self._first_began_s, self._first_ms = 0.0, math.inf
         self._batches = 0
 
     def note_batch(self, args: tuple[Any, ...]) -> None:
         """The first batch is about to be trained on; the arguments of training_step, of which it is the first."""
         if self._recorder.is_recording:
             self._recorder.note_batch(args)
-            self._samples = count_samples(args[0]) if args else None
+            self._first_began_s = time.perf_counter()
 
     def stop_recording(self) -> None:
         """The first batch is done, and with it all that is played later. Harmless when called twice."""
+        if self._recorder.is_recording:
+            self._first_ms = 1e3 * (time.perf_counter() - self._first_began_s)
         self._recorder.stop()
 
     def is_due(self) -> bool:
@@ -126,15 +98,20 @@ class Rehearsal:
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
         how: Any = {"context": self._surround, "convert": self._convert, "groups": self.site.groups}
         self._player = Player(self.site.module, calls, self.site.device, **how)
-        self._memory = Remembered(self._player.modules, self.site.device)
+        modules = self._player.modules
+        memory = Remembered(modules, self.site.device)
+        self._budget = Budget(self.terms, self.site.module, modules, memory, self.hands.settings, self._first_ms)
         try:
+            refused = self._budget.refuse_all(self.steps)
+            if all(gather(self.site.trainer, bool(refused))):
+                return refused
             problem = self._play_unchanged()
             self._heed_time_left()
             for step in self.steps:
                 outcomes.append(self._try_step(step, problem, outcomes))
             return self._drop_slow(outcomes)
         finally:
-            self.site.recorded, self._base, self._without_dropout = {}, Played(), Played()
+            self.site.recorded, self._base, self._without_dropout = {}, Played(), None
             self._recorder.calls.clear()
 
     def _play_unchanged(self) -> str | None:
@@ -149,29 +126,25 @@ class Rehearsal:
                 with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
                     if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user:
                         with RefuseCollectives():  # type: ignore[no-untyped-call]
-                            self._play()  # ranks do not play equally often
-                    self._base = self._play()
-                    self._base_ms = self._read_ms(self._base.ms, BASE_SHARE)
-                    self.hands.count(self._play_without_dropout, self._samples if self._recorder.is_whole else None)
-                    if self._player.has_dropout() and not self._without_dropout.outputs:
-                        self._play_without_dropout()
+                            self._player.play()  # ranks do not play equally often
+                    began = time.perf_counter()
+                    self._base = self._player.play()
+                    self._budget.play_s = time.perf_counter() - began
+                    self._budget.base_ms = self._read_ms(self._base.ms, BASE_SHARE)
             except Exception as error:
                 problem = f"its calls cannot be played again: {_explain(error)}"
-        problems, times_ms = zip(*gather(self.site.trainer, (problem, self._base_ms)), strict=True)
-        self._base_ms = max(times_ms)
+        problems, times_ms = zip(*gather(self.site.trainer, (problem, self._budget.base_ms)), strict=True)
+        self._budget.base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
 
     def _heed_time_left(self) -> None:
         """A Trainer with ``max_time`` may make fewer steps than it plans. All ranks take the same number."""
         timers = [each for each in self.site.trainer.callbacks if hasattr(each, "time_remaining")]
-        left_s = [each.time_remaining() for each in timers]
-        steps = [int(1e3 * each / self._step_ms) for each in left_s if each is not None and self._step_ms]
+        left_s, step_ms = [each.time_remaining() for each in timers], self._budget.step_ms
+        steps = [int(1e3 * each / step_ms) for each in left_s if each is not None and step_ms]
         fewest = min([*steps, *([] if self.terms.steps_left is None else [self.terms.steps_left])], default=None)
         every = [each for each in gather(self.site.trainer, fewest) if each is not None]
-        self.terms = replace(self.terms, steps_left=min(every, default=None))
-
-    def _play_without_dropout(self) -> None:
-        self._without_dropout = self._play(dropout=False)
+        self.terms = self._budget.terms = replace(self.terms, steps_left=min(every, default=None))
 
     def _try_step(self, step: Step, problem: str | None, before: list[Outcome]) -> Outcome:
         """One rung, with those that were kept before it. All ranks say the same in the end."""
@@ -179,43 +152,26 @@ class Rehearsal:
             if step.rung in self.terms.by_ladder:
                 return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
             return self._apply_untried(step)
-        fault = self._refuse_on_any(step)
+        fault = self._refuse(step)
         if fault is not None and step.change.cheaper is not None:
-            step = replace(step, change=step.change.cheaper)
-            fault = self._refuse_on_any(step)
+            step = find_cheapest(step)
+            fault = self._refuse(step)
         if fault is not None:
             return Outcome(rung=step.rung, fault=fault, is_lasting=False)
         outcome = self._agree(step, self._try_here(step, before))
         if outcome.fault is not None and outcome.is_lasting and step.change.rehearse == "modules":
             outcome = self._try_without_others(step, outcome, before)
         if outcome.fault is not None and outcome.is_lasting:
-            self._memory.keep_failure(step.rung, self._settings(step), outcome.fault)
+            self._budget.keep_failure(step, outcome.fault)
         return outcome
 
-    def _settings(self, step: Step) -> Any:
-        settings, modules = self.hands.settings(step.rung), step.change.first_call_of
-        return (settings, modules) if modules else settings
-
-    def _refuse_on_any(self, step: Step) -> str | None:
-        return next((each for each in gather(self.site.trainer, self._refuse(step)) if each is not None), None)
-
     def _refuse(self, step: Step) -> str | None:
-        """Why a rung is not even tried."""
-        known = self._memory.find_failure(step.rung, self._settings(step))
-        if known is not None:
-            return f"it failed here on {known.date}: {known.why}; to try it again, delete {self._memory.path}"
-        if not self.terms.weighs_costs or step.change.rehearse != "modules":
-            return None
-        if self._must_pay_back(step):
-            return judge.explain_no_pay_back(self._expect_first_call_s(step), self._step_ms, self.terms.steps_left)
-        allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self._step_ms)
-        if step.rung in self.terms.by_ladder and self._spent_s + 1e-3 * self._base_ms > allowed_s:
-            return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s"
-        return None
+        """Why a rung is not even tried, on any rank."""
+        return next((each for each in gather(self.site.trainer, self._budget.refuse(step)) if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung, and play what it changes; it is taken away again where that ends badly. No collectives."""
-        limit_s, is_lasting = self._limit_s(step), True
+        limit_s, is_lasting = self._budget.limit_s(step), True
         do = f"write rungs.{step.rung}.enabled: false"
         try:
             with (
@@ -242,14 +198,16 @@ class Rehearsal:
         return Outcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
     def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
-        self.hands.apply(step)
         # A compiled module draws other random numbers, and would be compiled anew without dropout.
-        dropout = _is_costly(step) or not self._player.has_dropout()
-        first = self._play(dropout=dropout)
-        deviation = measure_deviation(self._base if dropout else self._without_dropout, first)
-        captured = dynamo_graphs.count_captured() if _is_costly(step) else 0
-        second = self._play()
-        if _is_costly(step) and dynamo_graphs.count_captured() > captured:
+        dropout = is_costly(step) or not self._player.has_dropout()
+        if not dropout and self._without_dropout is None:  # nothing that changes modules is on yet
+            self._without_dropout = self._player.play(dropout=False)
+        self.hands.apply(step)
+        first = self._player.play(dropout=dropout)
+        deviation = measure_deviation(self._base if dropout else self._without_dropout or self._base, first)
+        captured = dynamo_graphs.count_captured() if is_costly(step) else 0
+        second = self._player.play()
+        if is_costly(step) and dynamo_graphs.count_captured() > captured:
             return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
         first_s = self._note_first_call(step, first, second)
         precision = find_precision(self.site.trainer, self.site.module)
@@ -258,14 +216,14 @@ class Rehearsal:
         if not judge.is_close(deviation, precision):
             fault, told = judge.find_fault(deviation, self._measure_rounding(first, precision, dropout), precision)
         changed_ms = self._read_ms(second.ms)
-        saved_ms = (judge.find_last_ms(before, self._base_ms) - changed_ms) * self.terms.batches_per_step
+        saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
             rung=step.rung,
             fault=fault,
             on_modules=True,
-            is_costly=_is_costly(step),
+            is_costly=is_costly(step),
             rehearsed=Rehearsed(
-                deviation=told, eager_ms=self._base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole
+                deviation=told, eager_ms=self._budget.base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole
             ),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if first_s is not None else None,
         )
@@ -311,7 +269,7 @@ class Rehearsal:
 
     def _drop_slow(self, outcomes: list[Outcome]) -> list[Outcome]:
         """What a shipped ladder switched on and makes the first step's calls slower is taken away again."""
-        judged = judge.drop_slow(outcomes, self._base_ms, self.terms.by_ladder)
+        judged = judge.drop_slow(outcomes, self._budget.base_ms, self.terms.by_ladder)
         steps = {each.rung: each for each in self.steps}
         for before, after in zip(outcomes, judged, strict=True):
             if before.fault is None and after.fault is not None:
@@ -320,61 +278,29 @@ class Rehearsal:
 
     # -- readings -------------------------------------------------------------------------------------------------
 
-    @property
-    def _step_ms(self) -> float:
-        return self._base_ms * self.terms.batches_per_step
-
-    def _play(self, *, dropout: bool = True) -> Played:
-        played = self._player.play(dropout=dropout)
-        self._spent_s += played.ms / 1e3
-        return played
-
     def _read_ms(self, first_ms: float, share: float = 1.0) -> float:
         """The shortest of a few plays, as many as there is time for in this share of what all may take."""
-        shortest, plays, spent_ms, allowed_s = first_ms, 1, first_ms, math.inf
-        if self.terms.weighs_costs:
-            step_ms = (self._base_ms or first_ms) * self.terms.batches_per_step
-            allowed_s = share * judge.limit_rehearsal_s(self.terms.steps_left, step_ms)
-        while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._spent_s + first_ms / 1e3 <= allowed_s:
-            played_ms = self._play().ms
+        shortest, plays, spent_ms = first_ms, 1, first_ms
+        while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._budget.may_play(first_ms, share):
+            played_ms = self._player.play().ms
             shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
         return shortest
 
     def _measure_rounding(self, usual: Played, precision: str, dropout: bool) -> Deviation:
         """What rounding, and other random draws, do to the modules as they are now."""
         with self._player.perturbed(RESOLUTION[precision]):
-            rounded = measure_deviation(usual, self._play(dropout=dropout))
+            rounded = measure_deviation(usual, self._player.play(dropout=dropout))
         drawn = measure_deviation(usual, self._player.play(seed=1, dropout=dropout))
         gradients = [each.gradients for each in (rounded, drawn) if each.gradients is not None]
         return Deviation(outputs=max(rounded.outputs, drawn.outputs), gradients=max(gradients, default=None))
 
     def _note_first_call(self, step: Step, first: Played, second: Played) -> float | None:
         """What the first call took longer than the second, where that is a cost to weigh."""
-        if not _is_costly(step):
+        if not is_costly(step):
             return None
         seconds = max(0.0, first.ms - second.ms) / 1e3
-        self._spent_s -= seconds
-        self._memory.keep_first_call_s(step.rung, self._settings(step), seconds)
+        self._budget.add_one_time(step, seconds)
         return seconds
-
-    def _limit_s(self, step: Step) -> float:
-        """Of a compile that has to pay back: no longer than the rest of the run could ever save."""
-        left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
-        if not _is_costly(step) or left is None:
-            return COSTLY_LIMIT_S if _is_costly(step) else LIMIT_S
-        return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, judge.BEST_SAVING * self._step_ms * left / 1e3))
-
-    def _must_pay_back(self, step: Step) -> bool:
-        wanted = step.change.pay_back
-        return wanted == "required" or (wanted == "auto" and step.rung in self.terms.by_ladder)
-
-    def _expect_first_call_s(self, step: Step) -> float:
-        known = self._memory.find_first_call_s(step.rung, self._settings(step))
-        if known is not None:
-            return known
-        few = [self.site.module.get_submodule(name) for name in step.change.first_call_of]
-        layers = sum(not list(inner.children()) for module in few or self._player.modules for inner in module.modules())
-        return BASE_S + PER_LAYER_S * layers
 
     # -- the run around it ----------------------------------------------------------------------------------------
 
@@ -440,11 +366,6 @@ def gather(trainer: Any, mine: Answer) -> list[Answer]:
     every: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(every, mine)
     return every
-
-
-def _is_costly(step: Step) -> bool:
-    """Whether its first call has a one-time cost."""
-    return step.change.pay_back is not None
 
 
 def _explain(error: BaseException) -> str:

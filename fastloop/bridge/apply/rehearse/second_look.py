@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, Terms, gather
+from fastloop.bridge.apply.rehearse.budget import Terms
+from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, gather
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.call_shapes import Sizes, read_sizes
 from fastloop.judge import second_look as judge

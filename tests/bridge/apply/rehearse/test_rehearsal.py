@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
-from fastloop.bridge.apply.rehearse import recorded_calls, rehearsal
+from fastloop.bridge.apply.rehearse import budget, recorded_calls, rehearsal
 from fastloop.errors import ConfigError
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
@@ -324,7 +324,7 @@ def test_a_run_of_unknown_length_pays_for_nothing(epochs: int, tried: bool, monk
                 self.trainer.should_stop = True
 
     plant(monkeypatch, lambda old: old, pay_back="required")
-    monkeypatch.setattr(rehearsal, "count_planned_steps", lambda trainer: None)
+    monkeypatch.setattr(budget, "count_planned_steps", lambda trainer: None)
     loop, _, _ = fit(config("amp"), Endless(), steps=-1, max_epochs=epochs)
     took, why = read(loop)
     assert took is tried and (tried or "the loader has no length" in why)
@@ -366,7 +366,7 @@ def test_a_hang_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return forward
 
-    monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0)
+    monkeypatch.setattr(budget, "LIMIT_S", 1.0)
     _, _, plain = fit(None)
     plant(monkeypatch, hang)
     began = time.monotonic()
@@ -405,7 +405,7 @@ def test_what_cannot_be_played_again_is_left_as_it_is(monkeypatch: pytest.Monkey
     for by_ladder, expected in (((), True), (("amp",), False)):
         module = Module()
         module.net = Changing()
-        loop, _, _ = fit(config("amp"), module, by_ladder=by_ladder)
+        loop, _, _ = fit(config("amp"), module, by_ladder=by_ladder, steps=80)
         took, why = read(loop)
         assert took is expected
         if by_ladder:
