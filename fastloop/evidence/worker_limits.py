@@ -59,6 +59,12 @@ def count_draws(loader: LoaderFacts, facts: Facts) -> int | None:
     return min(known) * loader.batch_size * facts.world_size if known and loader.batch_size else None
 
 
+def can_keep_theirs(loader: LoaderFacts) -> bool:
+    """Whether the user's own workers, which every epoch starts anew, may outlive an epoch."""
+    own = loader.num_workers and not loader.persistent_workers and loader.engine is None
+    return bool(own) and loader.is_dataloader and loader.map_style and not loader.stateful and not loader.own_iterator
+
+
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str | None:
     """Why this loader gets no workers; None where nothing speaks against them.
 

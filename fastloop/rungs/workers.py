@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.evidence.worker_limits import count_epoch_batches, find_obstacle, fit_in_shm, list_costs
+from fastloop.evidence.worker_limits import can_keep_theirs, count_epoch_batches, find_obstacle, fit_in_shm, list_costs
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -66,7 +66,11 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Worker processes for map-style loaders that have none. Evaluation loaders stay as they are."""
+    """Worker processes for map-style loaders that have none. Evaluation loaders stay as they are.
+
+    Where a shipped ladder switched them on, the first batches are timed: without workers from there on, if taking a
+    batch from one takes longer than making it.
+    """
 
     enabled: bool = False
     count: int | Literal["auto"] = "auto"
@@ -75,8 +79,8 @@ class Workers:
     prefetch_factor: int = 2
     """Batches each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
-    """Keep the workers between epochs; they then never see what changes in the dataset after epoch 0. auto = where
-    epochs have fewer than 1,000 batches and nothing is seen to change the dataset."""
+    """Keep the workers between epochs, your own too; they then never see what changes in the dataset after epoch 0.
+    auto = where epochs have fewer than 1,000 batches and nothing is seen to change the dataset."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     """How workers start; auto = as the loader or the platform has it."""
 
@@ -91,6 +95,10 @@ class Workers:
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
+        if can_keep_theirs(loader) and self.count == "auto" and self._keep(loader, facts, []):
+            note = f"your {loader.num_workers} workers are kept between epochs, which would start them anew"
+            parity: Parity = "approximate" if loader.draws_random else "exact"
+            return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))
         if (obstacle := find_obstacle(loader, facts, self.start_method)) is not None:
             raise NotApplicable(obstacle)
         count, ahead = self._count(loader, facts)
@@ -100,7 +108,7 @@ class Workers:
             wants["launch.free_cpus"] = facts.local_ranks
             notes.append(f"workers keep off {facts.local_ranks} of {facts.cpu_count} CPUs: the training launches there")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
-        parity: Parity = "approximate" if loader.draws_random else "exact"
+        parity = "approximate" if loader.draws_random else "exact"
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
         if loader.packable:
@@ -138,7 +146,7 @@ class Workers:
         if batches is None or batches >= LONG_EPOCH:
             return False
         why_not = RELOADS if facts.reload_every_n_epochs else next(iter(loader.may_change), None)
-        if why_not is not None and batches < SHORT_EPOCH and self.count == "auto":
+        if why_not is not None and batches < SHORT_EPOCH and self.count == "auto" and not loader.num_workers:
             raise NotApplicable(
                 f"epochs of {batches} batches are too short to pay for starting workers in each, and they cannot be"
                 f" kept between them: {why_not}; where that is no matter, write workers.persistent: true"
@@ -148,6 +156,9 @@ class Workers:
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when living worker processes stood behind the loader of the timed window."""
         found = seen.evidence.get("workers", {})
+        if "kept" in found:
+            kept = bool(found["kept"])
+            return Verdict(took=kept, why=f"your workers were {'' if kept else 'not '}kept between epochs")
         count, fewer = found.get("live_workers"), found.get("fewer")
         if count is None:
             return Verdict(took=None, why="the loader's iterator could not be inspected")

@@ -7,6 +7,7 @@ import os
 import socket
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -308,6 +309,34 @@ def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "loader", "kept"),
+    [
+        ({}, {}, True),
+        ({}, {"draws_random": ("a draws",)}, True),
+        ({"persistent": True}, {"batches": None}, True),
+        ({"persistent": False}, {}, False),
+        ({"count": 3}, {}, False),
+        ({}, {"persistent_workers": True}, False),
+        ({}, {"batches": 1000}, False),
+        ({}, CHANGES, False),
+        ({}, {"map_style": False}, False),
+        ({}, {"stateful": True}, False),
+    ],
+)
+def test_your_own_workers_are_kept_where_epochs_are_short(
+    settings: dict[str, Any], loader: dict[str, Any], kept: bool
+) -> None:
+    given = facts({"num_workers": 3, "batches": 32, **loader})
+    if not kept:
+        with pytest.raises(NotApplicable, match="your number stands"):
+            Workers(enabled=True, **settings).plan(given)
+        return
+    change = Workers(enabled=True, **settings).plan(given)
+    assert change.wants == {"loader.persistent_workers": True}
+    assert change.parity == ("approximate" if "draws_random" in loader else "exact")
+
+
 def test_a_batch_that_fits_nowhere_means_no_workers() -> None:
     with pytest.raises(NotApplicable, match=r"a batch takes 8\.0 MiB, and /dev/shm has room for 16 MiB, which is too"):
         Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**24))
@@ -343,6 +372,29 @@ def test_short_epochs_keep_their_workers_in_a_fit(changed: bool) -> None:
     assert ours.verdict("workers").took is not changed and ours.verdict("workers").parity_class == "exact"
     if changed:
         assert "Changes.on_train_epoch_start names train_dataloader" in (ours.reason("workers") or "")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("ladder", [True, False])
+def test_a_ladders_workers_have_to_pay(ladder: bool) -> None:
+    """Tiny batches that are made sooner than handed over. Named by the user, they only have to work."""
+
+    class Trains(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.01)  # the next batch lies ready after it
+            return super().training_step(batch, batch_idx)
+
+    off = ("pin", "prefetch", "overlap", "cache")
+    rungs = {**{rung: {"enabled": False} for rung in off}, "workers": {"count": 2}}
+    config = {"base": "safe", "rungs": rungs} if ladder else {"rungs": {"workers": {"enabled": True}}}
+    loop = FastLoop({**config, "strict": True}, quiet=True)
+    plain, ours = (
+        run(None, batches(160, shuffle=True), Trains, max_epochs=2, callbacks=callbacks) for callbacks in ((), (loop,))
+    )
+    (verdict,) = (each for each in loop.verdicts if each.rung == "workers")
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert verdict.took is not ladder and verdict.parity_class == "exact"
+    assert ("ms to make, and taking it from a worker took" in verdict.why) is ladder
 
 
 def collate_local(samples: Any) -> Any:
@@ -525,6 +577,23 @@ def test_parity(train: Any, module: Any, persistent: bool) -> None:
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
     assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
     assert ours.record.hooks == plain.record.hooks
+
+
+@pytest.mark.parametrize("generator", [None, 3])
+def test_parity_of_own_workers_that_are_kept(generator: int | None) -> None:
+    """Order and random streams stay those of workers that start anew; torch's own flag is the control."""
+
+    def make(**more: Any) -> Any:
+        drawn = None if generator is None else torch.Generator().manual_seed(generator)
+        return batches(shuffle=True, num_workers=2, generator=drawn, **more)
+
+    plain, ours = both({"workers": {}}, make, max_epochs=3)
+    assert ours.verdict("workers").took and ours.verdict("workers").parity_class == "exact"
+    assert ours.verdict("workers").why == "your workers were kept between epochs"
+    assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
+    assert distance(plain, ours) == 0
+    flagged = run(None, make(persistent_workers=True), max_epochs=3)
+    assert flagged.module.samples != plain.module.samples
 
 
 def test_parity_sees_another_order() -> None:

@@ -124,7 +124,7 @@ class Budget:
         if self._must_pay_back(step):
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self.step_ms, self.terms.steps_left)
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self.step_ms)
-        if step.rung in self.terms.by_ladder and self._spent_s + self.play_s > allowed_s:
+        if step.rung in self.terms.by_ladder and self._spent_s + 2 * self.play_s > allowed_s:
             return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s"
         return None
 

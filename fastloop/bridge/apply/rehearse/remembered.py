@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -41,6 +41,8 @@ class RehearsalsFile:
     failures: Mapping[str, Failure] = field(default_factory=dict)
     first_call_s: Mapping[str, float] = field(default_factory=dict)
     """What a rung's first call took longer than its second: compiling, mostly."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The fastest micro-batch."""
 
 
 class Remembered:
@@ -69,6 +71,13 @@ class Remembered:
         known = self._read()
         self._write(replace(known, first_call_s=_add(known.first_call_s, self._key(rung, settings), seconds)))
 
+    def find_size(self, settings: str) -> int | None:
+        return self._read().sizes.get(self._key("", settings))
+
+    def keep_size(self, settings: str, size: int) -> None:
+        known = self._read()
+        self._write(replace(known, sizes=_add(known.sizes, self._key("", settings), size)))
+
     def _key(self, rung: str, settings: Any) -> str:
         return _digest(rung, repr(settings), self._model)
 
@@ -89,11 +98,11 @@ def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str
     for module in modules:
         kinds.update(dict.fromkeys(type(inner) for inner in module.modules()))
         parts += [(name, tuple(each.shape), str(each.dtype)) for name, each in module.named_parameters()]
-    for kind in kinds:
-        parts.append(f"{kind.__module__}.{kind.__qualname__}")
-        if not kind.__module__.startswith("torch."):
-            with contextlib.suppress(OSError, TypeError):  # code that was typed into an interpreter has no source
-                parts.append(inspect.getsource(kind))
+    parts += [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+    names = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
+    for file in sorted({getattr(sys.modules.get(name), "__file__", None) or "" for name in names}):
+        with contextlib.suppress(OSError):  # code that was typed into an interpreter has no file
+            parts.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
     return _digest(*map(repr, parts))
 
 
