@@ -1,9 +1,10 @@
-"""Compute the cross-entropy over a large vocabulary in two kernels, with gradients whose rows are padded.
+"""Compute the cross-entropy over a large vocabulary in two kernels, or padded inside a compiled graph.
 
-Faster because  16-bit logits are read and written once each; PyTorch's own makes several float32 copies of them.
+Faster because  16-bit logits are read and written once each, without float32 copies of them; inside a compiled graph,
+                rows that begin at even places in memory make the output layer's products faster.
 Costs           seconds to compile both kernels once; rounding.
 Don't use when  the classes are few, or the loss has class weights or label smoothing (those pass through).
-Evidence        calls over a large vocabulary that ran so, and how far the first one was from PyTorch's own
+Evidence        calls over a large vocabulary that ran so, and how far the first was off; losses padded in graphs
 Source          https://arxiv.org/abs/2410.10989 (Liger Kernel, the same by kernels of its own)
 """
 
@@ -24,7 +25,7 @@ from fastloop.records.readings import on_gpu, to_number
 CARD = Card(
     family="compute",
     does="the loss over a large vocabulary reads and writes the logits once each",
-    evidence={"calls": 0},
+    evidence={"calls": 0, "padded": 0},
     answers={"memory_bound": 3, "elementwise": 2, DEVICE: 5},
     follows={"fp32_math": 4, "compute_bound": 2},
     applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),
@@ -39,7 +40,8 @@ class Loss:
 
     enabled: bool = False
     pad_vocabulary: Literal["auto"] | bool = "auto"
-    """Rows of the logits' gradient at a multiple of 64 elements from each other; auto = where they are not already."""
+    """To a multiple of 64, parameters and checkpoints as they are. auto = in compiled graphs that hold the output layer
+    and its loss; true = also the rows of the logits' gradient in memory, where the loss is called outside of them."""
     chunks: int = 1
     """Pieces of the tokens. More than one comes in a later version."""
 
@@ -62,14 +64,18 @@ class Loss:
 
     def _replace(self, site: Site) -> Applied:
         from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
+        from fastloop.feeds.loss.padding import PadVocabulary
 
-        loss = LargeCrossEntropy(compiles=site.device.type == "cuda", pads=bool(self.pad_vocabulary))
-        undo = contextlib.ExitStack()
+        loss = LargeCrossEntropy(compiles=site.device.type == "cuda", pads=self.pad_vocabulary is True)
+        pad, passes, undo = PadVocabulary(), site.graph_passes, contextlib.ExitStack()
         undo.enter_context(loss.put_in())
+        if self.pad_vocabulary:
+            passes.append(pad)
+            undo.callback(lambda: passes.remove(pad) if pad in passes else None)
 
         def probe() -> Mapping[str, Any]:
             names = ("calls", "classes", "row", "deviation", "failure", "passed")
-            return {name: getattr(loss, name) for name in names}
+            return {**{name: getattr(loss, name) for name in names}, "padded": pad.padded}
 
         return Applied(undo=undo.close, probe=probe)
 
@@ -80,12 +86,16 @@ class Loss:
             return Verdict(took=None, why="no step ran")
         if evidence["failure"]:
             return Verdict(took=False, why=f"PyTorch's own cross_entropy runs: {evidence['failure']}")
-        if not evidence["calls"]:
-            none = "none came from torch.nn.functional outside of compiled modules"
+        if not evidence["calls"] and not evidence["padded"]:
+            none = "none came from torch.nn.functional outside of compiled modules, and none could be padded in them"
             return Verdict(
                 took=False, why=f"no cross_entropy over a large vocabulary ran: {evidence['passed'] or none}"
             )
-        why = f"{evidence['calls']} losses over {evidence['classes']:,} classes read and wrote the logits once each"
-        if evidence["row"] > evidence["classes"]:
-            why += f", their gradient in rows of {evidence['row']:,}"
-        return Verdict(took=True, why=f"{why}; the first deviated by {evidence['deviation']:.1g}")
+        why = [f"{evidence['padded']} losses padded in compiled graphs"] if evidence["padded"] else []
+        if calls := evidence["calls"]:
+            apart = f", their gradient in rows of {row:,}" if (row := evidence["row"]) > evidence["classes"] else ""
+            why.append(
+                f"{calls} losses over {evidence['classes']:,} classes read and wrote the logits once each{apart}"
+            )
+            why.append(f"the first deviated by {evidence['deviation']:.1g}")
+        return Verdict(took=True, why="; ".join(why))

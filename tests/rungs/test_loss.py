@@ -71,14 +71,14 @@ def test_takes() -> None:
     watcher, trainer = fit(LOSS, seeded(Words), val=models.loader(16), num_sanity_val_steps=0)
     assert evidence(watcher, "loss")["calls"] == trainer.global_step + 2
     assert verdict(watcher, "loss").took is True
-    start = (
-        "10 losses over 8,200 classes read and wrote the logits once each, their gradient in rows of 8,256; the first"
-    )
+    start = "10 losses over 8,200 classes read and wrote the logits once each; the first deviated by "
     assert verdict(watcher, "loss").why.startswith(start)
     inside = float(trainer.callback_metrics["val_loss"])
     trainer.validate(trainer.lightning_module, models.loader(16), verbose=False)
     assert float(trainer.callback_metrics["val_loss"]) == inside
 
+    rows, _ = fit({"loss": {"pad_vocabulary": True}}, seeded(Words))
+    assert "once each, their gradient in rows of 8,256; " in verdict(rows, "loss").why
     off, _ = fit({}, seeded(Words))
     assert not evidence(off, "loss") and F.cross_entropy is USUAL
 
@@ -107,6 +107,44 @@ def test_parity() -> None:
     plain, ours = weights(None), weights(LOSS)
     assert ours.keys() == plain.keys() and models.distance(plain, ours) < 1e-6
     assert models.distance(plain, weights(LOSS, lr=0.1)) > 1e-6
+
+
+class Inside(Words):
+    """The inner module returns the loss."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = torch.nn.Embedding(8200, 16), torch.nn.Linear(16, 8200)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            logits = self.out(self.embed(words[:, :-1]))
+            return F.cross_entropy(logits.reshape(-1, 8200), words[:, 1:].reshape(-1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Inside.Net()
+
+    def tell(self, batch: Any) -> torch.Tensor:
+        return self.net((batch[0].abs() * 1000).long() % 8200)
+
+
+def test_compiled_graphs_are_padded_where_they_hold_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    compiled: list[str] = []
+
+    def run(graph: Any, _inputs: Any, **_settings: Any) -> Any:
+        compiled.append(str(graph.code))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", run)
+    ours, plain = seeded(Inside), seeded(Inside)
+    watcher, _ = fit({"loss": {}, "compile": {"scope": "model"}}, ours)
+    fit(None, plain)
+    assert len(compiled) == 1 and "8256" in compiled[0]
+    assert evidence(watcher, "loss")["padded"] == 1 and verdict(watcher, "loss").took is True
+    assert models.weights(ours).keys() == models.weights(plain).keys()
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-6
 
 
 def test_a_wrong_kernel_changes_no_training(monkeypatch: pytest.MonkeyPatch) -> None:

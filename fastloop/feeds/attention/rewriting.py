@@ -61,6 +61,7 @@ def _replace(graph: Graph, found: Found) -> None:
             settings["attn_mask"] = _spread(graph, mask, _count_dims(found), dims)
         three = [_spread(graph, each, dims, dims) for each in (query, found.key, found.value)]
         made = graph.call_function(ATTEND, tuple(three), settings)
+        made.meta["example_value"] = _reorder_back(found)
         for place in UNSQUEEZES[dims]:
             made = graph.call_method("squeeze", (made, place))
         if found.order is not None:
@@ -75,6 +76,17 @@ def _replace(graph: Graph, found: Found) -> None:
         if not mask.users and mask.op != "placeholder":
             found.stale += mask.all_input_nodes
             graph.erase_node(mask)
+
+
+def _reorder_back(found: Found) -> torch.Tensor:
+    """What the one call gives, from the result by hand: to compute it anew would fix sizes that may vary."""
+    value: torch.Tensor = found.result.meta["example_value"]
+    dims = value.dim()
+    if found.order is not None:
+        value = value.permute([found.order.index(place) for place in range(dims)])
+    for place in UNSQUEEZES[dims]:
+        value = value.unsqueeze(place)
+    return value
 
 
 def _scale(graph: Graph, found: Found) -> Node:

@@ -1,8 +1,7 @@
 """Cross-entropy over many classes, in two kernels that read and write the logits once each.
 
-PyTorch's own casts 16-bit logits to float32, keeps their log-softmax for the backward and writes three gradients as
-large: of GPT-2's logits, 6.6 GB in bfloat16 for 65,536 tokens, some 130 GB go through memory. Here the forward keeps
-one number a row, and the backward writes the gradient of the logits, in rows whose length matrix products like.
+PyTorch's own casts 16-bit logits to float32, keeps their log-softmax for the backward and writes float32 gradients as
+large. Here the forward keeps one number a row, and the backward writes the gradient of the logits.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger), which computes the same by kernels of its own.
 """
@@ -23,6 +22,8 @@ from fastloop.errors import let_through
 FEWEST_CLASSES = 8192
 ROW_MULTIPLE = 64
 """Elements: rows of matrices whose length in memory is no multiple of 16 bytes make products slow."""
+MOST_ELEMENTS = 2**28
+"""Of the logits, that one call of a kernel takes; without Inductor this bounds what it needs besides."""
 CHECKED_ROWS = 64
 CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest relative deviation of the gradient of the first rows."""
@@ -118,11 +119,10 @@ class LargeCrossEntropy:
 
     def run_forward(self, usual: Any, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         """Losses [rows] and the logarithms of the sums [rows], float32 or wider."""
-        for each in (logits, target):
-            torch._dynamo.maybe_mark_dynamic(each, 0)
-        losses, sums = self._reduce(logits, target, ignore_index)
+        made = [self._reduce(*piece, ignore_index) for piece in _cut(logits, target)]
+        losses, sums = (torch.cat(parts) for parts in zip(*made, strict=True))
         if self.deviation is None:
-            few = slice(CHECKED_ROWS)
+            few = _find_first(target, ignore_index)
             expected = usual(logits[few].to(sums.dtype), target[few], ignore_index=ignore_index, reduction="none")
             self._compare(losses[few], expected, logits.dtype)
         return losses, sums
@@ -134,23 +134,25 @@ class LargeCrossEntropy:
         rows, classes = logits.shape
         width = -(-classes // ROW_MULTIPLE) * ROW_MULTIPLE if self.pads else classes
         gradient = logits.new_empty((rows, width))[:, :classes]
-        spread = write_gradient if self.failure else self._spread
+
+        def spread(write: Callable[..., None]) -> None:
+            for piece in _cut(logits, target, sums, scale, gradient):
+                write(*piece, ignore_index)
+
         try:
-            for each in (logits, target, sums, scale, gradient):
-                torch._dynamo.maybe_mark_dynamic(each, 0)
-            spread(logits, target, sums, scale, gradient, ignore_index)
+            spread(write_gradient if self.failure else self._spread)
         except Exception as error:
             self._fail(error)
-            write_gradient(logits, target, sums, scale, gradient, ignore_index)
-        if not self.row:
-            few = slice(CHECKED_ROWS)
+            spread(write_gradient)
+        if not self.row and not self.failure:
+            few = _find_first(target, ignore_index)
             with torch.enable_grad():
                 some = logits[few].detach().to(sums.dtype).requires_grad_()
                 losses = usual(some, target[few], ignore_index=ignore_index, reduction="none")
                 (expected,) = torch.autograd.grad(losses, [some], [scale[few].to(losses.dtype)])
             self._compare(gradient[few], expected, logits.dtype)
             if self.failure:
-                write_gradient(logits, target, sums, scale, gradient, ignore_index)
+                spread(write_gradient)
         self.row = width
         return gradient
 
@@ -163,6 +165,20 @@ class LargeCrossEntropy:
     def _fail(self, error: Exception) -> None:
         let_through(error)
         self.failure = self.failure or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Pieces of their rows; the first is [rows, classes]. Some kernels count elements in 32 bits."""
+    rows = max(1, MOST_ELEMENTS // tensors[0].shape[1])
+    for piece in zip(*(torch.split(each, rows) for each in tensors), strict=True):
+        for each in piece:
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+        yield piece
+
+
+def _find_first(target: Tensor, ignore_index: int) -> Tensor:
+    """Places of the first rows that count."""
+    return (target != ignore_index).nonzero().flatten()[:CHECKED_ROWS]
 
 
 class _CrossEntropy(torch.autograd.Function):
