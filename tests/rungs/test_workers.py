@@ -389,7 +389,7 @@ def test_a_ladders_workers_have_to_pay(ladder: bool) -> None:
     config = {"base": "safe", "rungs": rungs} if ladder else {"rungs": {"workers": {"enabled": True}}}
     loop = FastLoop({**config, "strict": True}, quiet=True)
     plain, ours = (
-        run(None, batches(160, shuffle=True), Trains, max_epochs=2, callbacks=callbacks) for callbacks in ((), (loop,))
+        run(None, batches(160, shuffle=True), Trains, max_epochs=6, callbacks=callbacks) for callbacks in ((), (loop,))
     )
     (verdict,) = (each for each in loop.verdicts if each.rung == "workers")
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0

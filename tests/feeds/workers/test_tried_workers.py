@@ -189,13 +189,13 @@ def test_batches_that_are_made_sooner_than_handed_over_are_made_here(persistent:
         collate_many, pays=True, num_workers=1, persistent_workers=persistent, multiprocessing_context=method
     )
     torch.manual_seed(3)
-    seen = []
-    for _ in range(3):
+    seen: list[list[list[int]]] = []
+    while len(seen) < 3 or (not steps.left_out and len(seen) < 15):  # on a crowded machine few lie ready
         seen.append([])
         for batch in loader:
             seen[-1].append(_content(batch))
             time.sleep(0.02)  # the training; the next batch lies ready after it
-    assert (seen, float(torch.rand(1))) == read(DataLoader(Numbers(), 4, shuffle=True), 3)
+    assert (seen, float(torch.rand(1))) == read(DataLoader(Numbers(), 4, shuffle=True), len(seen))
     ((workers, _, why),) = steps.left_out
     made, took = re.findall(r"([\d.]+) ms", why)
     assert workers == 0 and float(made) < float(took) and loader.num_workers == 0 and not steps.down
