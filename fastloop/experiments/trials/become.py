@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
-import gc
 import importlib
 import io
 import logging
@@ -29,12 +28,12 @@ from typing import NoReturn
 
 READ_WHEN_LOADED = (
     *("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG"),
-    *("TORCH", "PYTORCH_", "CUDA_", "RANK", "LOCAL_RANK", "SLURM_"),
+    *("TORCH", "PYTORCH_", "CUDA_"),
 )
 """Variables with these prefixes are read as Python and libraries are loaded; all but those of `READ_AGAIN`."""
 READ_AGAIN = (
     *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
-    *("TORCHELASTIC", "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL"),
+    *("TORCHELASTIC", "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL", "PYTORCH_NVML_BASED_CUDA_CHECK"),
 )
 
 
@@ -73,7 +72,6 @@ def become(
     os.environ.clear()
     os.environ.update(environ)
     before()
-    gc.unfreeze()  # a collection goes through all that is imported, as it does in a program that has imported it
     open_streams(unbuffered=unbuffered or bool(environ.get("PYTHONUNBUFFERED")))
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]

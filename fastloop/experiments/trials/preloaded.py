@@ -298,6 +298,7 @@ def _lead(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence
                 cwd=request["cwd"],
                 environ=request["environ"],
                 path=path,
+                before=gc.unfreeze,  # a collection goes through all that is imported, as where a program imports it
             )
         for each in streams:
             os.close(each)
