@@ -50,8 +50,8 @@ def become(
     cwd: str,
     environ: Mapping[str, str],
     path: Sequence[str],
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Be the program of a command, to its end.
 
@@ -128,7 +128,7 @@ def open_streams(*, unbuffered: bool) -> None:
             handler.stream = getattr(sys, old[id(handler.stream)])
 
 
-def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], object]) -> int:
+def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], None]) -> int:
     """Run a program as the interpreter does; its exit code."""
     sys.orig_argv = list(command)
     main = type(sys)("__main__")
@@ -188,7 +188,7 @@ def _show(error: BaseException) -> None:
     sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
-def _end(code: int, after: Callable[[], object]) -> NoReturn:
+def _end(code: int, after: Callable[[], None]) -> NoReturn:
     """End as an interpreter does, but for taking all that is imported apart."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
