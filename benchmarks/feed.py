@@ -109,6 +109,7 @@ class Feeds:
         if self.stored is None:
             workers = self.options.workers
             self.stored = PicturesOnDevice(device=self.device.type, workers=workers).make(self.plain)
+        self.stored.wants_channels_last = lambda: True
         for batch in self.stored.load(0):
             yield self.move(batch)
 

@@ -162,6 +162,7 @@ def headspace(conf: str, json_to: str | None, **options: Any) -> None:
 )
 @click.option("--script", metavar="TRAIN.py", help="Compare on your own Lightning script, unmodified.")
 @click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
+@click.option("--vs-commit", metavar="REF", help="With --script: compare the working tree with a commit.")
 @click.option("--runs", default="5", show_default=True, metavar="N|auto", help="Runs per arm.")
 @click.option("--steps", default="auto", show_default=True, metavar="N|auto", help="Optimizer steps per run.")
 @click.option("--aa", is_flag=True, help="Allow identical arms: an A/A test of the false-alarm rate.")

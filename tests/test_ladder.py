@@ -98,7 +98,7 @@ def test_the_order_is_the_order_of_the_fields() -> None:
     assert [name for name, _ in Ladder().rungs()] == list(NAMES)
     assert (
         *("dali", "cache", "nodes", "workers", "pin", "prefetch"),
-        *("batch", "amp", "layout", "fused", "compile", "overlap"),
+        *("batch", "amp", "layout", "attention", "loss", "fused", "compile", "host", "overlap"),
     ) == NAMES
     assert Ladder().enabled() == () and all_on().enabled() == NAMES
     assert plan(Ladder(), Facts()).steps == ()
@@ -149,11 +149,6 @@ def test_later_rungs_see_the_facts_as_earlier_ones_leave_them() -> None:
 
 
 def test_the_real_rungs_fold_their_facts() -> None:
-    laptop = dataclasses.replace(SITUATIONS["a laptop"], clip=True)
-    clipped = plan(all_on(), laptop).step("fused")
-    assert clipped is not None and clipped.reason is not None and "bf16-mixed" in clipped.reason  # amp's precision
-    without_amp = plan(dataclasses.replace(all_on(), amp=Ladder().amp), laptop).step("fused")
-    assert without_amp is not None and without_amp.status == "planned"
     static = dataclasses.replace(all_on(), overlap=dataclasses.replace(all_on().overlap, static_graph=True))
     ranks = dataclasses.replace(SITUATIONS["a big machine"], accumulate=1, loader=None)
     split = plan(static, ranks).step("overlap")

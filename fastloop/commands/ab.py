@@ -20,7 +20,8 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, results
 from fastloop.experiments.ab import resume as manifest
 from fastloop.experiments.ab.arms import Arm, ConfigArm
-from fastloop.experiments.ab.experiment import Experiment, Settings, Side, Unplanned
+from fastloop.experiments.ab.commit import Versus, compare_with
+from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
 from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
 from fastloop.experiments.ab.sides import sides_of
@@ -50,6 +51,8 @@ class Request:
     overrides: tuple[str, ...] = ()
     script: str | None = None
     args: str = ""
+    vs_commit: str | None = None
+    """A commit to compare the script's working tree with."""
     runs: statistics.Runs = 5
     steps: int | None = None
     aa: bool = False
@@ -104,15 +107,25 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         Failed: the base failed.
         KeyboardInterrupt, SystemExit: stopped; what there is stands in the directory, flagged as partial.
     """
+    if asked.vs_commit is not None:
+        with compare_with(asked.vs_commit, _script_arm(asked), aa=asked.aa, say=progress) as versus:
+            return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
     arms = _without_secrets(arms_of(asked))
     if asked.script is None:
         for arm in arms:
             check_without_torch(arm.config())
-    sides = sides_of(arms, aa=asked.aa)
-    name = arms[0].config().name if asked.script is None else name_of(command_of(asked.script, asked.args))
+    versus = Versus(sides=sides_of(arms, aa=asked.aa), sources={})
+    return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
+
+
+def _claim_and_compare(
+    asked: Request, versus: Versus, *, out: str | None, force: bool, resume: str | None, progress: Progress
+) -> Answer:
+    base = versus.sides[0].arm.config()
+    name = base.name if asked.script is None else name_of(command_of(asked.script, asked.args))
     with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
         try:
-            return _compare(asked, sides, path, name, new=resume is None, progress=progress)
+            return _compare(asked, versus, path, name, new=resume is None, progress=progress)
         except Unplanned as error:
             forget(error.trial.run_dir)
             if resume is None:  # nothing was trained
@@ -120,13 +133,14 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
             raise failed(error.trial) from None
 
 
-def _compare(asked: Request, sides: list[Side], path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
+def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
+    sides = versus.sides
     base = sides[0].arm.config()
     command = () if asked.script is None else command_of(asked.script, asked.args)
     with hold(path), writing(path, manifest.NAME):
         for side in sides:
             side.folder = path / side.folder
-        folders, content = [side.folder for side in sides], _describe(asked, sides, command)
+        folders, content = [side.folder for side in sides], _describe(asked, versus, command)
         if new:
             manifest.sweep(path, folders)
             store.save(path, {manifest.NAME: content})
@@ -146,16 +160,19 @@ def _compare(asked: Request, sides: list[Side], path: Path, name: str, *, new: b
             return carried_out(Experiment(sides, path, settings, progress), name)
 
 
-def _describe(asked: Request, sides: Sequence[Side], command: Sequence[str]) -> Manifest:
+def _describe(asked: Request, versus: Versus, command: Sequence[str]) -> Manifest:
     shown = Manifest(
         base=asked.base,
         script=asked.script,
+        vs_commit=asked.vs_commit,
         runs=asked.runs,
         steps=asked.steps,
         aa=asked.aa,
         band_pct=asked.band_pct,
     )
-    return manifest.describe(sides, command, (asked.vs, asked.more, asked.overrides, asked.args), shown)
+    options = (asked.vs, asked.more, asked.overrides, asked.args)
+    content = manifest.describe(versus.sides, command, options, shown)
+    return dataclasses.replace(content, sources={**content.sources, **versus.sources})
 
 
 def carried_out(experiment: Experiment, name: str) -> Answer:
@@ -213,6 +230,18 @@ def arms_of(asked: Request) -> list[Arm]:
             )
         )
     return made
+
+
+def _script_arm(asked: Request) -> ScriptArm:
+    """The script of ``--vs-commit``; key=value and --config are for both sides."""
+    if asked.script is None or asked.base is not None or asked.vs:
+        raise ConfigError(
+            got=f"--vs-commit {asked.vs_commit}",
+            why="it compares one script at two commits, without other arms",
+            do="write --script train.py and leave out --vs; key=value and --config apply to both sides",
+        )
+    command = command_of(asked.script, asked.args)
+    return ScriptArm(name=BASE, command=command, more=asked.more, overrides=asked.overrides)
 
 
 def _script_arms(asked: Request, vs: Sequence[str], names: Sequence[str]) -> list[Arm]:

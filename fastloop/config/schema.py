@@ -243,7 +243,7 @@ def _instead(value: Any, kind: Any) -> str:
         return f"{meant if float in kinds else int(meant)}{unquoted}"
     words = _words(kind)
     near = next((each for each in words if word and each.startswith(word)), None) or find_nearest(word, words)
-    if near:
+    if near and not isinstance(value, bool):  # which is like no word, such as 16-true
         return near
     if str in kinds and isinstance(value, (bool, int, float)):
         return f'"{spell(value)}", in quotes'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from fastloop.diagnose import between_steps, device, host, no_bottleneck, one_time, waits
+from fastloop.diagnose import between_steps, device, host, memory, no_bottleneck, one_time, waits
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution, attribute
 from fastloop.diagnose.finding import bound_gain_pct
 from fastloop.diagnose.remedies import Rungs
@@ -39,6 +39,7 @@ def findings(
     """Bottlenecks in order of their share of the step, each with its headline; `none` where there is nothing to name.
 
     Before them stands what raises an alarm: compiles that go on, a rung with which the run is slower than without.
+    After them stands memory that creeps, which costs no time until it is gone.
 
     Args:
         seen: the measurement; ``evidence["loader"]`` says how the data was loaded, ``evidence["model"]``, if there,
@@ -53,7 +54,8 @@ def findings(
     alarms = [*filter(None, (one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))]
     found = [*alarms, *(each for each in found if not alarms or each.bottleneck != "none")]
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *seen.state))
-    return tuple(found)
+    creep = memory.find_memory_creep(seen)
+    return (*found, *([] if creep is None else [creep]))
 
 
 def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:

@@ -58,6 +58,11 @@ def read_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
     return {way: tensor.shape for way, tensor in find_tensors(args, kwargs).items()}
 
 
+def describe_kind(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What modules that can share their graphs have in common: the class, and the shapes of the parameters."""
+    return (type(module), *(parameter.shape for parameter in module.parameters()))
+
+
 def find_changes(before: Sizes, after: Sizes) -> dict[int, int]:
     """Sizes in one batch and what they are in another; none that also stayed, for it says nothing of who has it."""
     pairs = [

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from fastloop.errors import let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import Budget, Sizes
+from fastloop.records.plan import Undo
+
+GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+"""Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
+``meta["example_value"]``; calls that the pass adds get theirs afterwards."""
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
@@ -32,6 +39,9 @@ class CompiledCall:
         codes: code objects by class and shapes of a module; filled here, one dictionary for all modules of a fit.
         dynamic: None: what is seen to vary; True: every dimension; False: none.
         is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
+        mode: of torch.compile, or eager: graphs run as the passes leave them.
+        passes: what changes the graphs, in this order.
+        changes: what sizes of the first batch are in other batches: arguments are taken to follow them.
 
     Attributes:
         graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
@@ -49,6 +59,8 @@ class CompiledCall:
         mode: str,
         dynamic: bool | None,
         is_tried: Callable[[], bool] = lambda: False,
+        passes: Sequence[GraphPass] = (),
+        changes: Iterable[Mapping[int, int]] = (),
     ) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not is_compiling():  # no graph holds this line: reached, it says that none fitted
@@ -56,7 +68,7 @@ class CompiledCall:
             return module._call_impl(*args, **kwargs)
 
         self.module, self.name = module, name or type(module).__name__
-        self.dynamic, self.is_tried = dynamic, is_tried
+        self.dynamic, self.is_tried, self._changes = dynamic, is_tried, changes
         self.graphs, self.failure = 0, ""
         self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
         self._usual: dict[bool, Any] = {}
@@ -67,9 +79,12 @@ class CompiledCall:
         self._buffers = list(module.buffers())
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
         # object, and with it their graphs; all others, and every later fit, get one of their own.
-        alike = (type(module), *(parameter.shape for parameter in module.parameters()))
-        call.__code__ = codes.setdefault(alike, call.__code__.replace(co_name=self.name))
-        self.compiled = torch.compile(call, mode=None if mode == "default" else mode, dynamic=dynamic)
+        kind = call_shapes.describe_kind(module), _hash_masks(module) if passes else ()
+        call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=self.name))
+        how: Any = {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
+        if passes or mode == "eager":
+            how = {"backend": _Passing(mode, tuple(passes))}
+        self.compiled = torch.compile(call, dynamic=dynamic, **how)
 
     @property
     def spent(self) -> str:
@@ -77,17 +92,11 @@ class CompiledCall:
         every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
         return f"{self.name}: {every[0].spent}" if all(budget.spent for budget in every) else ""
 
-    def note_shapes(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Iterable[Mapping[int, int]] = ()
-    ) -> None:
-        """Learn from a call that the module ran itself, before anything is compiled.
-
-        Args:
-            changes: what sizes of its batch are in other batches: the module's arguments are then taken to follow.
-        """
+    def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Learn from a call of the first batch, before anything is compiled."""
         sizes = call_shapes.read_sizes(args, kwargs)
         self._note(sizes)
-        for became in changes:
+        for became in self._changes:
             self._note({way: tuple(became.get(size, size) for size in shape) for way, shape in sizes.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +113,10 @@ class CompiledCall:
         if is_new and is_again:
             return self.module._call_impl(*args, **kwargs)
         if is_new:
-            self._note(sizes)
+            if self.is_tried():  # on calls of the first batch
+                self.note_shapes(args, kwargs)
+            else:
+                self._note(sizes)
             if not budget.deserves():
                 budget.count(captured=False, eager=True)
                 return self.module._call_impl(*args, **kwargs)
@@ -169,6 +181,70 @@ class CompiledCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
+
+
+def _hash_masks(module: torch.nn.Module) -> tuple[int, ...]:
+    """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
+    masks = [buffer for buffer in module.buffers() if buffer.dim() > 1]
+    return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
+
+
+def put_in(calls: Sequence[CompiledCall]) -> Undo:
+    """Let these modules be called by way of their compiled functions; undone, they are called as they were before."""
+    before = [vars(call.module).get("_compiled_call_impl") for call in calls]
+    for call in calls:
+        call.module._compiled_call_impl = call
+
+    def undo() -> None:
+        for call, earlier in zip(calls, before, strict=True):
+            if vars(call.module).get("_compiled_call_impl") is not call:
+                continue
+            del call.module._compiled_call_impl
+            if earlier is not None:
+                call.module._compiled_call_impl = earlier
+
+    return undo
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """What torch.compile hands each graph to: Inductor, after the passes. Those that are equal share their graphs."""
+
+    mode: str
+    passes: tuple[GraphPass, ...]
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        for each in self.passes:
+            graph = each(graph)
+            _add_values(graph.graph)
+        if self.mode == "eager":
+            return graph.forward
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, config_patches=_list_options(self.mode))
+
+
+def _add_values(graph: torch.fx.Graph) -> None:
+    """Give added calls their values: of graphs where some are missing torch keeps no compiled code on the disk."""
+    key = "example_value"
+    known = [node.meta[key] for node in graph.nodes if key in node.meta]
+    with next((each.fake_mode for each in known if isinstance(each, FakeTensor)), contextlib.nullcontext()):
+        for node in graph.nodes:
+            if key in node.meta or any(key not in each.meta for each in node.all_input_nodes):
+                continue
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta[key])
+            if node.op == "call_method":
+                node.meta[key] = getattr(args[0], node.target)(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                node.meta[key] = node.target(*args, **kwargs)
+
+
+def _list_options(mode: str) -> dict[str, Any]:
+    """Of Inductor. It times kernels in a process of its own: one that breaks the CUDA context breaks that one's, as a
+    matrix product of more than 2^31 numbers did here, and is not chosen."""
+    from torch._inductor import list_mode_options
+
+    return {**list_mode_options(mode), "autotune_in_subproc": torch.cuda.is_available()}
 
 
 def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:

@@ -150,6 +150,8 @@ class Manifest:
     schema: ClassVar[int] = SCHEMA
     base: str | None = None
     script: str | None = None
+    vs_commit: str | None = None
+    """As it was written; the commit's hash is among the sources."""
     runs: int | Literal["auto"] | None = None
     steps: int | None = None
     aa: bool = False

@@ -142,6 +142,8 @@ class Facts:
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""
+    evaluates: bool = False
+    """``loader`` is one for validation."""
     steps_with_iterator: bool = False
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
@@ -150,6 +152,12 @@ class Facts:
     """Those that cannot be computed batch by batch: synchronized between ranks, or of a kind of their own."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
+    attends_by_hand: tuple[str, ...] = ()
+    """Modules that take a softmax and make matrix products themselves, and models with a switch that do."""
+    attends_by_call: tuple[str, ...] = ()
+    """Modules that call ``scaled_dot_product_attention``."""
+    classes: int = 0
+    """Rows of the largest matrix among the parameters, where a loss over so many classes is a large one; else 0."""
     not_mean_losses: tuple[str, ...] = ()
     """Losses that can be seen not to be means over samples."""
     autocasts: tuple[str, ...] = ()
@@ -157,6 +165,8 @@ class Facts:
     compiled_by_user: tuple[str, ...] = ()
     compile_targets: tuple[str, ...] = ()
     """Inner modules that can be compiled in place."""
+    repeated_blocks: tuple[tuple[str, ...], ...] = ()
+    """Inner modules of a class that repeats in a list of layers; those of the same shapes stand together."""
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
     grad_hooks: bool = False

@@ -26,6 +26,8 @@ COMPILE, VALIDATION_COMPILE, AUTOTUNE = "compile", "validation_compile", "autotu
 WORKERS, REHEARSAL, CACHE_FILL = "workers", "rehearsal", "cache_fill"
 ONE_TIME = (COMPILE, VALIDATION_COMPILE, AUTOTUNE, WORKERS, REHEARSAL, CACHE_FILL)
 """Causes of costs that come once in a fit, in the order in which reports name them."""
+MEMORY = "memory"
+"""Among the evidence: how fast memory creeps, how many steps it lasts, what keeps the tensors; absent if none."""
 STEP_TIMES = ("mean", "median", "p10", "p90")
 GPU_READINGS = (
     "nvml_busy_pct",

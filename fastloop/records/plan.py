@@ -49,8 +49,15 @@ class Site(Protocol):
     def device(self) -> Any:
         """Where this rank trains."""
 
-    def set_precision(self, mode: str) -> Undo:
-        """Let Lightning's own plugin run the mixed precision `mode`."""
+    def set_precision(self, mode: str, *, cache_weights: bool = False) -> Undo:
+        """Let Lightning's own plugin run the precision `mode`.
+
+        Args:
+            cache_weights: of mixed precision: round each weight once in a forward, and not at each use.
+        """
+
+    def scale_rates(self, factor: float) -> Undo:
+        """Multiply all learning rates, and what schedulers compute them from; train_start only."""
 
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         """Let DistributedDataParallel be made with these keywords; before_wrap only."""
@@ -67,11 +74,26 @@ class Site(Protocol):
         """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
 
     @property
+    def graph_passes(self) -> list[Callable[[Any], Any]]:
+        """What changes each captured graph before it is compiled, see ``feeds/compiled_calls.py``. A rung adds its own
+        and takes it out in its undo; compiles that come later have them."""
+
+    @property
     def groups(self) -> Any:
         """How many of the user's batches a call holds, see ``feeds/batch_norm/groups.py``."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
+
+    def note_each_batch(self, note: Callable[[], None]) -> Undo:
+        """Call `note` before each training_step."""
+
+    def thin_loop(self) -> Applied:
+        """Leave out what the training loop does at every batch though nothing comes of it."""
+
+    @property
+    def graph_steps(self) -> Callable[[bool], Applied]:
+        """Record a training step and replay it where that is safe; with False, also only where it is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +137,10 @@ class Change:
     Until then, and through the sanity validation, none of them has run."""
     pay_back: PayBack | None = None
     """Whether the rest of the run has to save the one-time cost of its first call; None: there is none."""
+    first_call_of: tuple[str, ...] = ()
+    """Names of the modules that its first call compiles; empty: all."""
+    cheaper: Change | None = None
+    """The same with a smaller one-time cost and less to gain; tried where this cannot pay back, or has failed."""
     waits_for: str | None = None
     """What must be known before this rung can be planned; the rest of the record then says what may come."""
     may_want: tuple[str, ...] = ()

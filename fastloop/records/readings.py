@@ -164,6 +164,11 @@ def convolves(seen: Measurement) -> bool:
     return bool(counted or read_family_shares(seen).get("convolution"))
 
 
+def attends_by_hand(seen: Measurement) -> bool:
+    """Whether the model has attention that is written out by hand."""
+    return bool(to_number((seen.evidence.get("model") or {}).get("attends_by_hand")))
+
+
 def read_batch_ms(seen: Measurement) -> float | None:
     """What the host spends on getting a batch: on a GPU more than the device waits for it."""
     spent = to_number(seen.host_ms.get("data_wait"))

@@ -155,6 +155,8 @@ class ScriptOrders:
     """SIGUSR2 writes where each thread stands."""
     disposable: bool = False
     """This is not the user's real run, so checkpoint files are left alone."""
+    not_from: str | None = None
+    """A folder that no module should come from: the files of those that do are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,8 @@ class ScriptEvent:
     """A step had been trained."""
     measured: bool = False
     """In the fit that is measured."""
+    files: tuple[str, ...] = ()
+    """That were imported from the folder of ``ScriptOrders.not_from``."""
 
 
 class LedgerStep(NamedTuple):

@@ -1,8 +1,9 @@
-"""Mixed precision: run matrix work in bfloat16, float16 or TF32 on the tensor cores.
+"""Precision: run matrix work in bfloat16, float16 or TF32 on the tensor cores.
 
 Faster because  tensor cores multiply bf16 many times as fast as fp32, and activations take half the bytes.
-Costs           rounding: results differ from fp32 in the third digit; 16-mixed needs a loss scaler.
-Don't use when  the loss subtracts nearly equal numbers, or the step is not device-bound.
+Costs           rounding: results differ from fp32 in the third digit; 16-mixed needs a loss scaler. bf16-true and
+                16-true also round the weights, and lose updates that are small against them.
+Don't use when  the step is not device-bound. Where a loss subtracts nearly equal numbers, name it in keep_fp32.
 Evidence        the dtype of a matrix product inside your own training_step; the matmul flag for tf32
 Source          https://docs.pytorch.org/docs/stable/amp.html
 """
@@ -10,6 +11,7 @@ Source          https://docs.pytorch.org/docs/stable/amp.html
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +19,19 @@ from fastloop.errors import NotApplicable
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu, precision
 
-DTYPES = {"bf16-mixed": "torch.bfloat16", "16-mixed": "torch.float16"}
+DTYPES = {
+    "bf16-mixed": "torch.bfloat16",
+    "16-mixed": "torch.float16",
+    "bf16-true": "torch.bfloat16",
+    "16-true": "torch.float16",
+}
+TRUE_NOTES = {
+    "bf16-true": "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them",
+    "16-true": "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them",
+}
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
@@ -45,15 +56,23 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Amp:
-    """Lightning's own mixed-precision plugin, or TF32 for float32 matrix products."""
+    """Lightning's own precision plugins, or TF32 for float32 matrix products."""
 
     enabled: bool = False
-    mode: Literal["bf16-mixed", "16-mixed", "tf32"] = "bf16-mixed"
+    mode: Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "tf32"] = "bf16-mixed"
+    keep_fp32: tuple[str, ...] = ()
+    """Modules and methods of the LightningModule that mixed precision leaves in float32, such as compute_loss."""
+
+    cache_weights: bool = False
+    """Round each weight once in a training_step under mixed precision, not at each use: for cells called in a loop."""
 
     def plan(self, facts: Facts) -> Change:
         """Ask for the precision plugin, unless the user already chose a precision."""
         if facts.own_precision:
             raise NotApplicable(f"the Trainer already runs precision {facts.precision}; your choice stands")
+        is_mixed = self.mode.endswith("-mixed")
+        if (self.keep_fp32 or self.cache_weights) and not is_mixed:
+            raise NotApplicable(f"keep_fp32 and cache_weights are for mixed precision, not for mode {self.mode}")
         if self.mode == "tf32":
             return self._plan_tf32(facts)
         if facts.autocasts:
@@ -62,32 +81,43 @@ class Amp:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
-        notes = []
-        if facts.device == "cuda" and self.mode == "bf16-mixed" and (facts.compute_capability or (8, 0)) < (8, 0):
+        notes = [] if is_mixed else [TRUE_NOTES[self.mode]]
+        if not is_mixed and facts.micro_batches:
+            notes.append("the gradients of the micro-batches are summed in 16 bits")
+        if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
             notes.append(f"{facts.device_name} only emulates bfloat16: slower; 16-mixed suits it")
         return Change(
             wants={"precision.plugin": self.mode},
             actions=(Action(when="model", do=self._set_precision),),
-            parity="approximate",
+            parity="approximate" if is_mixed else "changes-training",
             notes=tuple(notes),
             evaluation=True,
             facts={"precision": self.mode},
-            rehearse="modules",
+            rehearse="modules" if is_mixed else None,  # optimizers are made of the weights as they then are
         )
 
     def _set_precision(self, site: Site) -> Applied:
         """Put Lightning's plugin in, and note the dtype of a matrix product inside the user's training_step."""
-        dtypes: list[str] = []
-        undo_plugin, undo_attention = site.set_precision(self.mode), _keep_cudnn_out(site)
-        site.note_in_step(lambda: dtypes.append(product_dtype(site.device)))
+        from fastloop.feeds.lower_precision import keep_cudnn_out, keep_in_float32, read_product_dtype
 
-        def undo() -> None:
-            undo_plugin()
-            if undo_attention is not None:
-                undo_attention()
+        dtypes, called = list[str](), set[str]()
+        with ExitStack() as undos:
+            for name in self.keep_fp32:
+                undos.callback(keep_in_float32(site.module, name, site.device.type, called.add))
+            undos.callback(site.set_precision(self.mode, cache_weights=self.cache_weights))
+            if (undo_attention := keep_cudnn_out(site)) is not None:
+                undos.callback(undo_attention)
+            undo = undos.pop_all().close
+        site.note_in_step(lambda: dtypes.append(read_product_dtype(site.device)))
 
-        seen = {"cudnn_attention": False} if undo_attention is not None else {}
-        return Applied(undo=undo, probe=lambda: {"dtype": dtypes[0] if dtypes else None, **seen})
+        def probe() -> Mapping[str, Any]:
+            return {
+                "dtype": dtypes[0] if dtypes else None,
+                "cudnn_attention": None if undo_attention is None else False,
+                "never_called": [name for name in self.keep_fp32 if name not in called],
+            }
+
+        return Applied(undo=undo, probe=probe)
 
     def _plan_tf32(self, facts: Facts) -> Change:
         if facts.device != "cuda":
@@ -113,31 +143,11 @@ class Amp:
         why = f"matrix products in training_step ran in {dtype}"
         if evidence.get("cudnn_attention") is False:
             why += ", attention without cuDNN: it plans anew for each length"
+        if never := evidence.get("never_called"):
+            why += f"; kept in float32, but never called: {', '.join(never)}"
+        elif self.keep_fp32:
+            why += f", those of {', '.join(self.keep_fp32)} in torch.float32"
         return Verdict(took=dtype == DTYPES[self.mode], why=why)
-
-
-def product_dtype(device: Any) -> str:
-    """Dtype of a 1x1 matrix product of float32 numbers here and now: what autocast makes of it."""
-    import torch
-
-    one = torch.ones(1, 1, device=device)
-    return str((one @ one).dtype)
-
-
-def _keep_cudnn_out(site: Site) -> Undo | None:
-    """Where batches vary in size, take cuDNN's attention out of the choice, and let the next best kernel run.
-
-    In 16-bit precisions torch prefers it, and for each size that it has not seen it makes a plan of its own: 130 ms a
-    step on an H200 for a BERT whose batches are padded to their longest sentence. Of 32-bit tensors it takes none.
-    """
-    import torch
-
-    if site.device.type != "cuda" or not any(site.changed_sizes):
-        return None
-    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
-        return None
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    return lambda: torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _allow_tf32(_site: Site | None) -> Applied:

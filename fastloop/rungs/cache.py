@@ -30,7 +30,8 @@ CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     evidence={"hits": 0, "device_batches": 0},
-    applies=lambda seen: bool(loader(seen).get("map_style")) and is_worth_handing_over(seen),
+    answers={"data_wait": 3, "decoding": 2},
+    applies=lambda seen: loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
     # Where trials end within an epoch, nothing comes again.
     variants=lambda state: [Variant(changes="engine")] if state.epochs_end else [],
 )

@@ -10,6 +10,7 @@ Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.htm
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -76,6 +77,10 @@ class Compile:
     dynamic: Literal["auto"] | bool | None = "auto"
     """Compile for changing sizes: auto (or null) = the dimensions that were seen to vary, true = all, false = none."""
 
+    scope: Literal["auto", "model", "blocks"] = "auto"
+    """What is compiled: model = all; blocks = those that repeat, such as a transformer's layers, once for all of one
+    shape; auto = model, or blocks where only that can pay back (see pay_back)."""
+
     pay_back: PayBack = "auto"
     """required: compile only where the rest of the run can save the time that it takes; auto = required where a
     shipped ladder switched this rung on."""
@@ -94,38 +99,26 @@ class Compile:
                 f"mode {self.mode} replays CUDA graphs, which overwrite gradients under accumulation;"
                 " write mode: default"
             )
-        names = ", ".join([name or "the module's own forward" for name in facts.compile_targets][:4])
-        action = Action(keys=("model.compile",), when="model", do=self._compile)
+        blocks = facts.repeated_blocks
+        if self.scope == "blocks" and not blocks:
+            raise NotApplicable("no list of layers repeats a block; write scope: model")
+        of_blocks = self._want(*itertools.chain(*blocks), kinds=tuple(names[0] for names in blocks))
+        if self.scope == "blocks":
+            return of_blocks
+        return self._want(*facts.compile_targets, cheaper=of_blocks if blocks and self.scope == "auto" else None)
+
+    def _want(self, *targets: str, kinds: tuple[str, ...] = (), cheaper: Change | None = None) -> Change:
+        names = ", ".join([name or "the module's own forward" for name in targets][:4])
         return Change(
             parity="approximate",
             evaluation=True,
-            actions=(action,),
-            notes=(f"compiles {names}",),
+            actions=(Action(keys=("model.compile",), when="model", do=_Compiling(self, targets)),),
+            notes=(f"compiles {names}" + (f", once for each of {len(kinds)} shapes" if kinds else ""),),
             rehearse="modules",
             pay_back=self.pay_back,
+            first_call_of=kinds,
+            cheaper=cheaper,
         )
-
-    def _compile(self, site: Site) -> Applied:
-        from fastloop.feeds.compiled_calls import CompiledCall, sum_up
-
-        before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
-        modules = {name: site.module.get_submodule(name) for name in site.facts.compile_targets}
-        dynamic = None if self.dynamic == "auto" else self.dynamic
-        how: Any = {"mode": self.mode, "dynamic": dynamic, "is_tried": lambda: bool(site.recorded)}
-        calls = [CompiledCall(module, name, codes, **how) for name, module in modules.items()]
-        for name, call in zip(modules, calls, strict=True):
-            for args, kwargs in site.recorded.get(name, ()):
-                call.note_shapes(args, kwargs, site.changed_sizes)
-            call.module._compiled_call_impl = call
-
-        def undo() -> None:
-            for call in calls:
-                vars(call.module).pop("_compiled_call_impl", None)
-
-        def probe() -> Mapping[str, Any]:
-            return {**dynamo_graphs.count_since(before), **sum_up(calls)}
-
-        return Applied(undo=undo, probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when at least one graph was captured and no module fell back to eager."""
@@ -135,7 +128,8 @@ class Compile:
         if evidence["failures"]:
             return Verdict(took=False, why=f"fell back to eager: {evidence['failures'][0]}")
         count = evidence["graphs"]
-        why = [f"{count} graphs captured" if count else "0 graphs captured: nothing was compiled"]
+        whose = f" for {evidence['modules']} modules" if evidence.get("modules", 1) > 1 else ""
+        why = [f"{count} graphs captured{whose}" if count else "0 graphs captured: nothing was compiled"]
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
         if eager := evidence.get("eager_calls"):
@@ -145,3 +139,27 @@ class Compile:
             why.append("recompile limit hit: running eager from there")
         ended = evidence["limit_hit"] or evidence.get("spent")
         return Verdict(took=count > 0 and not ended, why="; ".join(why))
+
+
+@dataclass(frozen=True)
+class _Compiling:
+    """The action: compile these modules as the rung says."""
+
+    rung: Compile
+    targets: tuple[str, ...]
+
+    def __call__(self, site: Site) -> Applied:
+        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
+
+        before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
+        how: Any = {"mode": self.rung.mode, "dynamic": None if self.rung.dynamic == "auto" else self.rung.dynamic}
+        how |= {"passes": site.graph_passes, "changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
+        calls = [CompiledCall(site.module.get_submodule(name), name, codes, **how) for name in self.targets]
+        for name, call in zip(self.targets, calls, strict=True):
+            for args, kwargs in site.recorded.get(name, ()):
+                call.note_shapes(args, kwargs)
+
+        def probe() -> Mapping[str, Any]:
+            return {**dynamo_graphs.count_since(before), **sum_up(calls), "modules": len(calls)}
+
+        return Applied(undo=put_in(calls), probe=probe)

@@ -44,9 +44,6 @@ class Fused:
 
     def plan(self, facts: Facts) -> Change:
         """Ask for the flip once the optimizers exist and hold their restored state."""
-        if facts.clip and facts.precision in ("16-mixed", "bf16-mixed"):
-            # Lightning 2.6.6 refuses to clip for fused optimizers under AMP; fixed upstream by Lightning #21436.
-            raise NotApplicable(f"gradient clipping with {facts.precision}: Lightning refuses fused optimizers there")
         if facts.device not in ("cuda", "cpu"):
             raise NotApplicable(f"no fused optimizers on {facts.device}")
         action = Action(keys=("optimizer.fused",), when="train_start", do=_fuse)

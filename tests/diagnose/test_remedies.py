@@ -33,9 +33,8 @@ def test_a_patch_is_one_the_configuration_takes(rung: str) -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_what_is_on_is_not_available(rung: str) -> None:
     seen = resnet50_naive(world_size=2, micro_batch=8, global_batch=64)
-    seen = dataclasses.replace(
-        seen, evidence={**seen.evidence, "loader": {**seen.evidence["loader"], "decode_ms": 4.1}}
-    )
+    more = {"loader": {**seen.evidence["loader"], "decode_ms": 4.1}, "model": {"attends_by_hand": 1, "classes": 9000}}
+    seen = dataclasses.replace(seen, evidence={**seen.evidence, **more})
     assert available(seen, (), rung), "otherwise this tests nothing"
     assert not available(seen, (rung,), rung)
 
@@ -143,4 +142,4 @@ def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others()
     turned = resnet50_naive(evidence={"new": {"turns": "some"}})
     assert on.choose(turned, "data_wait", "-").says == "no further rung helps: turn it up"
     assert on.took_effect(resnet50_naive(evidence={"new": {"turns": "none"}}), "new") is False
-    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused"]
+    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused", "host"]

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from fastloop.feeds import call_shapes
-from fastloop.feeds.compiled_calls import CompiledCall
+from fastloop.feeds.compiled_calls import CompiledCall, put_in
 
 really_compile = torch.compile
 Call = Callable[..., torch.Tensor]
@@ -366,6 +369,36 @@ def test_inductor_serves_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (call.graphs, call.budgets[True].eager, call.failure) == (2, call_shapes.LEARN, "")
 
 
+@pytest.mark.slow
+def test_a_later_compile_starts_from_torchs_cache_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So no cache of our own is needed: with passes as without, and what is truncated on the disk is made anew."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", really_compile)
+
+    def start() -> dict[str, int]:
+        """As another process would: with nothing in memory."""
+        torch._dynamo.reset()
+        torch._inductor.utils.clear_caches()
+        counters.clear()
+        module = Net()
+        call = CompiledCall(module, "net", {}, mode="default", dynamic=None, passes=[double_tanh])
+        wanted = (2.0 * torch.tanh(module.first(batch(7)))).mean(dim=1)
+        put_in([call])
+        torch.testing.assert_close(run(module, batch(7))[0], module.last(wanted).sum())
+        assert call.graphs == 1 and not call.failure
+        return dict(counters["aot_autograd"])
+
+    def count(found: dict[str, int]) -> tuple[int, int]:
+        return found.get("autograd_cache_hit", 0), found.get("autograd_cache_miss", 0)
+
+    assert count(start()) == (0, 1) and count(start()) == (1, 0)
+    kept = [each for folder in ("aotautograd", "fxgraph") for each in (tmp_path / folder).rglob("*") if each.is_file()]
+    assert kept
+    for each in kept:
+        os.truncate(each, 100)
+    assert count(start()) == (0, 1)
+
+
 def test_kinds_of_calls_have_graphs_of_their_own() -> None:
     """A discriminator sees samples, generated samples of another type, and passes a gradient on with its own frozen."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -381,3 +414,51 @@ def test_kinds_of_calls_have_graphs_of_their_own() -> None:
     assert call.graphs == 3 and not call.spent and call.failure == ""
     assert sum(budget.eager for budget in call.budgets.values()) == 0
     assert len(call.budgets) == 4
+
+
+def double_tanh(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A pass that changes what a graph computes, so that it can be seen."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.tanh:
+            with graph.graph.inserting_after(node):
+                twice = graph.graph.call_function(torch.mul, (node, 2.0))
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
+    graph.recompile()
+    return graph
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_passes_change_graphs_before_they_are_compiled(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", really_compile)
+    seen: list[Any] = []
+
+    def change(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        seen.append(graph)
+        return double_tanh(graph)
+
+    class Doubled(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last((2.0 * torch.tanh(self.first(x))).mean(dim=1))
+
+    modules, codes = [Net(), Net()], dict[Any, Any]()
+    calls = [CompiledCall(module, "net", codes, mode=mode, dynamic=None, passes=[change]) for module in modules]
+    before = dict(vars(modules[0]))
+    undo = put_in(calls)
+    for module in modules:
+        torch.testing.assert_close(run(module, batch(7)), run(Doubled(), batch(7)))
+    assert sum(call.graphs for call in calls) == 1, "alike modules have one graph"
+    assert len(seen) == 1 and not calls[0].failure
+    undo()
+    assert vars(modules[0]) == before
+
+
+def test_undo_leaves_what_was_put_in_before() -> None:
+    module = Net()
+    below, above = (CompiledCall(module, "net", {}, mode="eager", dynamic=None) for _ in range(2))
+    take_below = put_in([below])
+    take_above = put_in([above])
+    take_above()
+    assert vars(module)["_compiled_call_impl"] is below
+    take_below()
+    take_above()  # harmless when called twice
+    assert "_compiled_call_impl" not in vars(module)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from fastloop.feeds.device_store.engine import make_engine
+from fastloop.feeds.device_store.resizing import resize_parts
 from fastloop.feeds.images.byte_batches import AsBytes
 from tests.feeds.device_store.test_engine import TRANSFORMS
 from tests.feeds.device_store.test_wanted import ON_DEVICE
@@ -36,6 +38,26 @@ def test_a_store_makes_the_plain_loaders_batches(tmp_path: Path, name: str) -> N
     for (images, labels), (x, y) in zip(ours, plain, strict=True):
         assert images.is_cuda and labels.is_cuda
         assert torch.equal(images.cpu(), x) and torch.equal(labels.cpu(), y)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (1, 300), (97, 31)])
+def test_kernels_make_the_bits_of_tensor_operations(size: tuple[int, int]) -> None:
+    """Pictures of noise, as large as photographs and as small as a pixel; whole, and parts of them."""
+    kernels = pytest.importorskip("fastloop.feeds.device_store.kernels")
+    generator = np.random.default_rng(0)
+    shapes = np.concatenate([generator.integers(1, 600, (60, 2)), [[1, 1], [1, 700], [2000, 3], [375, 500]]])
+    pixels = torch.from_numpy(generator.integers(0, 256, int(3 * shapes.prod(1).sum()), dtype=np.uint8))
+    starts = np.cumsum([0, *3 * shapes.prod(1)])[:-1]
+    sides = generator.integers(1, shapes + 1)
+    sides[-4:] = shapes[-4:]
+    told = (starts, *shapes.T, np.concatenate([generator.integers(0, shapes - sides + 1), sides], axis=1))
+    mirrored = generator.random(len(shapes)) < 0.5
+    table = torch.randn(3, 256)
+    images = resize_parts(pixels, *told, size)
+    images = torch.where(torch.from_numpy(mirrored).view(-1, 1, 1, 1), images.flip(3), images)
+    expected = torch.stack([table[channel][images[:, channel].long()] for channel in range(3)], dim=1)
+    ours = kernels.resize_parts(pixels.cuda(), *told, mirrored, size, table.cuda()).cpu()
+    assert [n for n, (a, b) in enumerate(zip(expected, ours, strict=True)) if not torch.equal(a, b)] == []
 
 
 @pytest.mark.parametrize("name", ["cifar10", "resized"])

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 bad = torch.cuda._is_in_bad_fork()
 a = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).cuda()
 total = float((a @ a).double().sum())
-batches = DataLoader(a.cpu(), 128, num_workers=2, pin_memory=True)
-loaded = [float(each.cuda(non_blocking=True).sum()) for each in batches]
+loader = DataLoader(a.cpu(), 128, num_workers=2, pin_memory=True)
+loaded = [float(each.cuda(non_blocking=True).sum()) for each in loader]
 compiled = float(torch.compile(lambda x: (x * 2).relu())(a).double().sum())
 print(json.dumps({"first": first, "bad": bad, "total": total, "loaded": loaded, "compiled": compiled}))
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastloop import FastLoop
 from fastloop.config.loading import from_callback
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.facts import Facts
@@ -82,9 +85,9 @@ def test_an_emulating_gpu_is_noted() -> None:
 @pytest.mark.parametrize(
     ("mode", "shown", "cure"),
     [
-        ("fp8", "'fp8'", "write one of bf16-mixed, 16-mixed, tf32"),
-        ("amp", "'amp'", "write one of bf16-mixed, 16-mixed, tf32"),
-        (True, "true", "write one of bf16-mixed, 16-mixed, tf32"),
+        ("fp8", "'fp8'", "write one of bf16-mixed, 16-mixed, bf16-true, 16-true, tf32"),
+        ("amp", "'amp'", "write one of bf16-mixed, 16-mixed, bf16-true, 16-true, tf32"),
+        (True, "true", "write one of bf16-mixed, 16-mixed, bf16-true, 16-true, tf32"),
         ("bf16", "'bf16'", "write bf16-mixed"),
     ],
 )
@@ -92,7 +95,7 @@ def test_unknown_modes_are_config_errors(mode: Any, shown: str, cure: str) -> No
     with pytest.raises(ConfigError) as error:
         from_callback({"rungs": {"amp": {"enabled": True, "mode": mode}}})
     assert error.value.got.startswith(f"rungs.amp.mode: {shown}")
-    assert "it must be one of bf16-mixed, 16-mixed, tf32" in error.value.why
+    assert "it must be one of bf16-mixed, 16-mixed, bf16-true, 16-true, tf32" in error.value.why
     assert error.value.do == cure
 
 
@@ -286,7 +289,7 @@ def test_cudnn_plans_no_attention_where_sizes_vary(vary: bool) -> None:
     site = SimpleNamespace(
         device=torch.device("cuda"),
         changed_sizes=[{}, {117: 203}] if vary else [{}, {}],
-        set_precision=lambda _mode: lambda: None,
+        set_precision=lambda _mode, **_: lambda: None,
         note_in_step=lambda _note: None,
     )
     applied = Amp(enabled=True)._set_precision(site)  # type: ignore[arg-type]
@@ -294,3 +297,130 @@ def test_cudnn_plans_no_attention_where_sizes_vary(vary: bool) -> None:
     assert applied.probe().get("cudnn_attention", True) is not vary
     applied.undo()
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("mode", "note"),
+    [
+        ("bf16-true", "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them"),
+        ("16-true", "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them"),
+    ],
+)
+def test_true_modes_change_the_training_and_are_applied_untried(mode: Any, note: str) -> None:
+    change = Amp(enabled=True, mode=mode).plan(Facts())
+    assert (change.parity, change.notes, change.rehearse) == ("changes-training", (note,), None)
+    assert dict(change.wants) == {"precision.plugin": mode} and dict(change.facts) == {"precision": mode}
+    several = Amp(enabled=True, mode=mode).plan(Facts(micro_batches=True)).notes  # A9
+    assert several == (note, "the gradients of the micro-batches are summed in 16 bits")
+    for settings in ({"keep_fp32": ("loss",)}, {"cache_weights": True}):
+        with pytest.raises(NotApplicable, match=f"are for mixed precision, not for mode {mode}"):
+            Amp(enabled=True, mode=mode, **settings).plan(Facts())
+
+
+@pytest.mark.parametrize("beside", [(), ("fused",)])
+def test_true_precision_is_lightnings_own(beside: tuple[str, ...]) -> None:
+    rungs: dict[str, Any] = {name: {"enabled": True} for name in ("amp", *beside)}
+    rungs["amp"]["mode"] = "bf16-true"
+    watcher = FastLoop({"rungs": rungs, "watch": {"warmup_steps": 1}}, quiet=True)
+    kept: list[Any] = []
+
+    class Look(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            kept.append({name: each.clone() for name, each in pl_module.state_dict().items()})
+
+    for settings in ({"callbacks": (watcher,)}, {"precision": "bf16-true"}, {}):
+        module = seeded(models.Regression)
+        module.optimizer = torch.optim.AdamW
+        fit(
+            None,
+            module,
+            max_epochs=2,
+            gradient_clip_val=0.5,
+            **{**settings, "callbacks": (*settings.get("callbacks", ()), Look())},
+        )
+        if settings.get("callbacks"):
+            assert {each.dtype for each in module.parameters()} == {torch.float32}, "undone"
+            assert {each.grad.dtype for each in module.parameters() if each.grad is not None} <= {torch.float32}
+    ours, lightnings, plain = kept
+    assert {each.dtype for each in ours.values()} == {torch.bfloat16}
+    assert same(ours, lightnings) is not bool(beside) and models.distance(ours, lightnings) < 0.05
+    assert not same(lightnings, plain), "the control"
+    assert all(verdict(watcher, rung).took is True for rung in rungs)
+    assert verdict(watcher, "amp").parity_class == "changes-training"
+
+
+class Cancelling(models.Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.compute_loss(super().training_step(batch, batch_idx))
+
+    def compute_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        self.dtype_inside = (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        return loss
+
+    def other_loss(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "took", "why"),
+    [
+        ("compute_loss", True, "torch.bfloat16, those of compute_loss in torch.float32"),
+        ("other_loss", True, "torch.bfloat16; kept in float32, but never called: other_loss"),
+        ("computeloss", False, "the model has no module or method 'computeloss' that could be kept in float32"),
+    ],
+)
+def test_losses_are_kept_in_float32_by_name(name: str, took: bool, why: str) -> None:
+    module = seeded(Cancelling)
+    watcher, trainer = fit({"amp": {"keep_fp32": ["net.0", name] if took is False else [name]}}, module)
+    assert verdict(watcher, "amp").took is took and verdict(watcher, "amp").why.endswith(why)
+    expected = torch.bfloat16 if name == "other_loss" else torch.float32
+    assert name not in vars(module) and "forward" not in vars(module.net[0]), "nothing is left"
+    assert module.dtype_inside == expected
+    assert type(trainer.precision_plugin) is Precision
+
+
+def test_what_is_kept_is_seen_although_it_is_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rehearsal calls it outside of compiled code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    rungs = {"amp": {"enabled": True, "keep_fp32": ["net.3"]}, "compile": {"enabled": True}}
+    watcher = FastLoop({"rungs": rungs, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(seeded(), models.loader())
+    assert verdict(watcher, "compile").took is True
+    assert verdict(watcher, "amp").why.endswith("torch.bfloat16, those of net.3 in torch.float32")
+
+
+class Casts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_to_copy" in str(func) and args[0].shape == (8, 8)
+        return func(*args, **(kwargs or {}))
+
+
+class Recurrent(models.Regression):
+    """One cell, called for each of five moments."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr=lr)
+        self.cell = torch.nn.Linear(8, 8)
+        self.casts: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        with torch.no_grad():
+            self.cell(x)  # what is cached without a gradient must not cost the weight its own
+        with Casts() as casts:
+            for _ in range(5):
+                x = torch.tanh(self.cell(x))
+        self.casts.append(casts.count)
+        return super().training_step((x, y), batch_idx)
+
+
+def test_weights_are_rounded_once_a_step_on_request() -> None:
+    once, each, wrong = seeded(Recurrent), seeded(Recurrent), seeded(Recurrent, lr=0.06)
+    fit({"amp": {"cache_weights": True}}, once)
+    fit(BF16, each)
+    fit(BF16, wrong)
+    assert max(once.casts) < 5 <= min(each.casts)
+    ours, plain = models.weights(once), models.weights(each)
+    assert models.distance(ours, plain) < 5e-3 < models.distance(ours, models.weights(wrong))
+    assert not same(ours, models.weights(seeded(Recurrent)))

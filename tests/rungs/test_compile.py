@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop import FastLoop
+from fastloop.bridge.apply.rehearse import budget
 from fastloop.errors import ConfigError, NotApplicable
+from fastloop.judge import rehearsal as judge
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.compile import Compile
@@ -66,6 +68,24 @@ class Own(models.Regression):
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr=lr)
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), Head())
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.wide(self.norm(x)))
+
+
+class Deep(models.Regression):
+    """Eight equal blocks inside the one inner module, behind a layer that gives their inputs gradients."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr=lr)
+        blocks = torch.nn.Sequential(*(Block() for _ in range(8)))
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), blocks, Head(8))
 
 
 class Several(models.Regression):
@@ -134,6 +154,7 @@ class Breaking(models.Regression):
         ({}, {}, None),
         ({"mode": "reduce-overhead"}, {"device": "cuda"}, None),
         ({"mode": "reduce-overhead"}, {"accumulate": 4}, None),
+        ({"scope": "blocks"}, {}, "no list of layers repeats a block; write scope: model"),
         ({}, {"device": "cuda", "accumulate": 4}, None),
         ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by you; not doubled"),
         ({}, {"compiler": None}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
@@ -164,6 +185,63 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
     assert [(action.keys, action.when) for action in change.actions] == [(("model.compile",), "model")]
     assert change.notes == ("compiles net",)
     assert change.parity == "approximate" and change.evaluation
+
+
+def test_scope() -> None:
+    facts = Facts(**FACTS, repeated_blocks=(("net.0", "net.2"), ("net.1",)))
+
+    def note(change: Any) -> str:
+        assert change.actions[0].keys == ("model.compile",) and change.rehearse == "modules"
+        return change.notes[0]
+
+    blocks = "compiles net.0, net.2, net.1, once for each of 2 shapes"
+    auto, model, only = (Compile(enabled=True, scope=scope).plan(facts) for scope in ("auto", "model", "blocks"))
+    assert (note(auto), note(model), note(only)) == ("compiles net", "compiles net", blocks)
+    assert auto.cheaper is not None and model.cheaper is only.cheaper is None
+    assert (note(auto.cheaper), auto.cheaper.first_call_of) == (blocks, ("net.0", "net.1"))
+    assert Compile(enabled=True).plan(Facts(**FACTS)).cheaper is None
+
+
+def test_equal_blocks_are_compiled_once(backend: list[str]) -> None:
+    plain, ours, wrong = seeded(Deep), seeded(Deep), seeded(Deep, lr=0.0501)
+    watcher, _ = fit({"compile": {"scope": "blocks"}}, ours)
+    assert len(backend) == 1 and backend[0].count("torch.tanh") == 1, "the graph of one block"
+    assert evidence(watcher, "compile")["modules"] == 8 and evidence(watcher, "compile")["eager_calls"] == 0
+    assert verdict(watcher, "compile").took is True
+    assert verdict(watcher, "compile").why == "1 graphs captured for 8 modules"
+    fit(None, plain)
+    fit(None, wrong)
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-6
+    assert models.distance(models.weights(plain), models.weights(wrong)) > 1e-6
+    backend.clear()
+    fit({"compile": {"scope": "model"}}, seeded(Deep))
+    assert len(backend) == 1 and backend[0].count("torch.tanh") == 9, "the control: all blocks in one graph"
+
+
+def test_blocks_where_the_model_cannot_pay_back(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second may be spent on each of ten layers; the model has 18, a block two."""
+    monkeypatch.setattr(budget, "BASE_S", 0.0)
+    monkeypatch.setattr(budget.Remembered, "find_first_call_s", lambda *_: None)
+    monkeypatch.setattr(judge, "explain_no_pay_back", lambda cost_s, *_: None if cost_s <= 10 else "too dear")
+    tried: list[str] = []
+    for per_layer_s in (0.5, 1.0, 10.0):
+        backend.clear()
+        monkeypatch.setattr(budget, "PER_LAYER_S", per_layer_s)
+        settings = {"compile": {"enabled": True, "pay_back": "required"}}
+        watcher = FastLoop({"rungs": settings, "watch": {"warmup_steps": 1}}, quiet=True)
+        models.trainer(callbacks=[watcher]).fit(seeded(Deep), models.loader())
+        tried.append(backend[0] if backend else verdict(watcher, "compile").why)
+    whole, blocks, none = tried
+    assert (whole.count("torch.tanh"), blocks.count("torch.tanh"), none) == (9, 1, "too dear")
+
+
+@pytest.mark.parametrize(("sizes", "graphs"), [([9, 5, 6, 4], 1), ([9, 9, 9, 9, 5, 6, 4, 5, 6, 4], 2)])
+def test_blocks_follow_sizes_that_the_first_batches_show(sizes: list[int], graphs: int, backend: list[str]) -> None:
+    """A rehearsal records calls of the whole model only. The control: sizes that vary later have their own graph."""
+    settings = {"compile": {"enabled": True, "scope": "blocks"}}
+    watcher = FastLoop({"rungs": settings, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(seeded(Deep), of_sizes(2 * sizes))
+    assert verdict(watcher, "compile").took is True and len(backend) == graphs
 
 
 def test_the_module_itself_has_a_name_in_the_plan() -> None:

@@ -74,14 +74,7 @@ def flags(optimizer: Any) -> list[tuple[Any, Any]]:
         ({"clip": True}, None),
         ({"precision": "bf16-mixed"}, None),
         ({"precision": "bf16-true", "clip": True}, None),
-        (
-            {"precision": "bf16-mixed", "clip": True},
-            "gradient clipping with bf16-mixed: Lightning refuses fused optimizers there",
-        ),
-        (
-            {"precision": "16-mixed", "clip": True},
-            "gradient clipping with 16-mixed: Lightning refuses fused optimizers there",
-        ),
+        ({"precision": "16-mixed", "clip": True}, None),
         ({"device": "mps"}, "no fused optimizers on mps"),
     ],
 )
@@ -234,12 +227,61 @@ def test_parity_with_clipping_and_with_mixed_precision(settings: dict[str, Any])
     assert models.distance(models.weights(plain), models.weights(without)) > 1e-5  # the setting matters
 
 
-def test_clipping_under_mixed_precision_is_refused_by_name() -> None:
-    watcher, trainer = fit({"amp": {}, "fused": {}}, seeded(Tuned), gradient_clip_val=0.5)
-    assert verdict(watcher, "amp").took is True and verdict(watcher, "fused").took is False
-    why = "gradient clipping with bf16-mixed: Lightning refuses fused optimizers there"
-    assert verdict(watcher, "fused").why == why
-    assert flags(trainer.optimizers[0]) == 2 * [(None, None)]
+class Clipped(Tuned):
+    """Notes the norm of the gradients that each step gets."""
+
+    def configure_optimizers(self) -> Any:
+        self.norms: list[float] = []
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: self.norms.append(self.norm()))
+        return optimizer
+
+    def norm(self) -> float:
+        return float(torch.nn.utils.get_total_norm([each.grad for each in self.parameters() if each.grad is not None]))
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("by_user", [False, True])
+def test_clipping_under_mixed_precision_has_the_same_norm(mode: str, by_user: bool) -> None:  # P5
+    """By our flip, and of an optimizer that its user made fused: Lightning refuses to clip for those."""
+    amp = {"amp": {"mode": mode}}
+    plain, ours, free = seeded(Clipped), seeded(Clipped, **({"fused": True} if by_user else {})), seeded(Clipped)
+    fit(amp, plain, gradient_clip_val=0.05)
+    watcher, trainer = fit(amp if by_user else {**amp, "fused": {}}, ours, gradient_clip_val=0.05)
+    fit(amp, free)
+    assert verdict(watcher, "amp").took is True and (by_user or verdict(watcher, "fused").took is True)
+    # A step that a loss scaler leaves out is made, and left out inside, where the user's own optimizer is fused.
+    norms = [norm for norm in ours.norms if norm == norm]
+    assert norms == pytest.approx(plain.norms, rel=1e-3) and max(norms) < 0.0501 < max(free.norms)
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-3
+    assert trainer.optimizers[0].param_groups[0]["fused"] is (True if by_user else None)
+
+
+def test_a_step_of_infinite_gradients_is_left_out() -> None:
+    """By the loss scaler, clipped and fused as without."""
+
+    class Overflows(Tuned):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 3 else loss
+
+    def train(*rungs: str) -> tuple[Any, float]:
+        module = seeded(Overflows)
+        settings: dict[str, Any] = {name: {} for name in rungs}
+        amp = {"amp": {"mode": "16-mixed"}}
+        scales: list[float] = []
+
+        class Look(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                scales.append(trainer.precision_plugin.scaler.get_scale())
+
+        fit({**amp, **settings}, module, callbacks=(Look(),), gradient_clip_val=0.05)
+        assert scales[3] == scales[2] / 2, "the scaler saw it"
+        return module, scales[-1]
+
+    (plain, scale), (ours, our_scale) = train(), train("fused")
+    assert our_scale == scale and all(torch.isfinite(each).all() for each in ours.parameters())
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-3
 
 
 def test_a_loss_scaler_unscales_before_hooks_see_gradients() -> None:

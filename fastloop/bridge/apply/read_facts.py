@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
 import multiprocessing
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +20,20 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.feeds import call_shapes
+from fastloop.feeds.attention import candidates as attention
 from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.loss.cross_entropy import find_large
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 
 
@@ -108,9 +113,10 @@ def _read_limit(value: Any) -> int | None:
 
 def overrides(owner: Any, name: str) -> bool:
     """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
+    own = getattr(owner, "__dict__", {}).get(name) is not None  # None: a hook that is switched off
     for base in type(owner).__mro__:
-        if name in vars(base) or name in getattr(owner, "__dict__", {}):
-            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(_LIGHTNING)
+        if own or name in vars(base):
+            return own or not base.__module__.startswith(_LIGHTNING)
     return False
 
 
@@ -137,11 +143,15 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
         "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
+        "attends_by_hand": (*attention.list_switchable(module), *attention.list_candidates(module)),
+        "attends_by_call": tuple(attention.list_sdpa(module)),
+        "classes": find_large(module),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
         "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if _is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),
+        "repeated_blocks": tuple(_group_repeated(module)),
         "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
         "steps_with_iterator": callable(training_step)
         and "dataloader_iter" in inspect.signature(training_step).parameters,
@@ -211,6 +221,28 @@ def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield from _find_outermost(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+
+
+def _group_repeated(module: torch.nn.Module) -> Iterable[tuple[str, ...]]:
+    """Names of the repeated blocks, grouped by class and shapes."""
+    groups: dict[Any, tuple[str, ...]] = {}
+    for name in _find_repeated(module, ""):
+        kind = call_shapes.describe_kind(module.get_submodule(name))
+        groups[kind] = (*groups.get(kind, ()), name)
+    return groups.values()
+
+
+def _find_repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
+    """Members of lists of layers: those with layers inside, of whose class the list has several."""
+    is_list = isinstance(module, _LISTS)
+    kinds = collections.Counter(type(child) for child in module.children())
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        holds = not isinstance(child, _LISTS) and any(True for _ in child.children())
+        if is_list and holds and kinds[type(child)] > 1 and any(True for _ in child.parameters()):
+            yield path
+        else:
+            yield from _find_repeated(child, path)
 
 
 def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:
@@ -292,8 +324,8 @@ def length(loader: Any) -> int | None:
 
 
 def evidence(trainer: Any) -> dict[str, Any]:
-    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions it has, and
-    which batch transfer hooks are the user's."""
+    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
+    attentions written by hand it has, and which batch transfer hooks are the user's."""
     module = trainer.lightning_module
     if module is None:
         return {}
@@ -306,6 +338,8 @@ def evidence(trainer: Any) -> dict[str, Any]:
         "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
+        "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
+        "classes": find_large(module),
         "transfer_hooks": [hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
@@ -315,5 +349,6 @@ def _is_compiled(module: Any) -> bool:
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
         or getattr(module, "_compiler_ctx", None) is not None  # so Lightning marks trainer.fit(torch.compile(module))
     )

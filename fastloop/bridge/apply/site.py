@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.bridge.apply.thin_loop import thin
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Undo
+from fastloop.records.plan import Applied, Undo
 
 
 class LiveSite:
@@ -26,6 +28,9 @@ class LiveSite:
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
         self.groups = BatchGroups()
+        self.graph_passes: list[Callable[[Any], Any]] = []
+        self.graph_steps: Callable[[bool], Applied] = lambda _asked: Applied(undo=lambda: None)
+        self.every_batch: list[Callable[[], None]] = []
         self._notes: list[Callable[[], None]] = []
 
     @property
@@ -44,13 +49,41 @@ class LiveSite:
     def device(self) -> torch.device:
         return self.strategy.root_device  # type: ignore[no-any-return]
 
-    def set_precision(self, mode: str) -> Undo:
-        plugin = namespaces.load(namespaces.of(self.strategy), "plugins.precision.MixedPrecision")
-        before = self.strategy._precision_plugin
-        self.strategy.precision_plugin = own = plugin(mode, self.device.type)
-        if self.scaler_state is not None:  # Lightning restored it before this plugin was there to take it
-            own.load_state_dict(self.scaler_state)
-        return lambda: setattr(self.strategy, "_precision_plugin", before)
+    def set_precision(self, mode: str, *, cache_weights: bool = False) -> Undo:
+        space, before = namespaces.of(self.strategy), self.strategy._precision_plugin
+        if mode.endswith("-true"):
+            self.strategy.precision_plugin = namespaces.load(space, "plugins.precision.HalfPrecision")(mode)
+            restore = _remember_dtypes(self.module)  # Lightning converts the module after this
+        else:
+            plugin = namespaces.load(space, "plugins.precision.MixedPrecision")
+            self.strategy.precision_plugin = own = plugin(mode, self.device.type)
+            own.clip_gradients = partial(_clip_unscaled, own)
+            if cache_weights:
+                dtype = torch.bfloat16 if mode == "bf16-mixed" else torch.float16
+                own.autocast_context_manager = partial(torch.autocast, self.device.type, dtype=dtype)
+            if self.scaler_state is not None:  # Lightning restored it before this plugin was there to take it
+                own.load_state_dict(self.scaler_state)
+
+        def undo() -> None:
+            self.strategy._precision_plugin = before
+            if mode.endswith("-true"):
+                restore()
+
+        return undo
+
+    def scale_rates(self, factor: float) -> Undo:
+        schedulers = [config.scheduler for config in self.strategy.lr_scheduler_configs]
+
+        def scale(by: float) -> None:
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+                group.update({key: group[key] * by for key in _RATES if key in group})
+            for each in _walk_schedulers(schedulers):
+                for name in ("base_lrs", "max_lrs", "_last_lr"):
+                    if isinstance(rates := getattr(each, name, None), list):
+                        setattr(each, name, [rate * by for rate in rates])
+
+        scale(factor)
+        return lambda: scale(1 / factor)
 
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         before = dict(self.strategy._ddp_kwargs)
@@ -64,6 +97,13 @@ class LiveSite:
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         self._notes.append(note)
+
+    def note_each_batch(self, note: Callable[[], None]) -> Undo:
+        self.every_batch.append(note)
+        return lambda: self.every_batch.remove(note) if note in self.every_batch else None
+
+    def thin_loop(self) -> Applied:
+        return thin(self.trainer, self.module, self.note_each_batch)
 
     def take_notes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, which leads to the module's training_step, with the notes that are due taken inside the latter."""
@@ -83,6 +123,17 @@ class LiveSite:
         return noted_step
 
 
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Of an optimizer's group; OneCycleLR keeps its own there."""
+
+
+def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
+    """Those of a SequentialLR or ChainedScheduler too."""
+    for each in schedulers:
+        yield each
+        yield from _walk_schedulers(getattr(each, "_schedulers", ()))
+
+
 @contextlib.contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an instance attribute for a moment, and leave the instance as it was."""
@@ -91,3 +142,35 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+def _clip_unscaled(plugin: Any, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+    """Clip gradients also for optimizers that are fused by their user, and so unscale gradients in their own step.
+
+    Lightning 2.6.6 refuses that (#21435), with and without a loss scaler. Unscaled before, as for all others, gradients
+    have the norm they should have; the step then gets what the scaler found, and unscales nothing.
+    """
+    if clip_val > 0 and plugin.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        plugin.scaler.unscale_(optimizer)
+    super(type(plugin), plugin).clip_gradients(optimizer, clip_val, *args, **kwargs)
+
+
+def _remember_dtypes(module: torch.nn.Module) -> Undo:
+    """Bring parameters and buffers back to the types they have now; what rounding took stays lost."""
+    known = [
+        (held, name, tensor.dtype)
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and tensor.is_floating_point()
+    ]
+
+    def undo() -> None:
+        for held, name, dtype in known:
+            tensor = held.get(name)
+            if tensor is not None and tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+                if tensor.grad is not None:
+                    tensor.grad.data = tensor.grad.data.to(dtype)
+
+    return undo

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,8 @@ class Injected(Callback):
         if stage != "fit" or not trainer.is_global_zero:
             return
         if self._began:
-            self.note("fit_ended", measured=bool(self._guests), step=trainer.global_step)
+            files = _list_imports(self.orders.not_from)
+            self.note("fit_ended", measured=bool(self._guests), step=trainer.global_step, files=files)
         elif self._guests:  # a search for a learning rate, say: the fit comes later, maybe in another process
             (self.place / CLAIM).unlink(missing_ok=True)
 
@@ -212,6 +214,19 @@ class _Answers(Callback):
             rungs = {verdict.rung: verdict.took for verdict in self.loop.verdicts}
             content = {"schema": store.SCHEMA, **self.probe.answer, "rungs": rungs}
             store.write(self.out, {ANSWER: store.dump(content)})
+
+
+def _list_imports(folder: str | None) -> tuple[str, ...]:
+    """Files below a folder that this process has imported, but for those of its Python's own packages."""
+    if folder is None:
+        return ()
+    files = {os.path.realpath(file) for each in list(sys.modules.values()) if (file := getattr(each, "__file__", None))}
+    own = os.path.realpath(sys.prefix)
+    return tuple(sorted(file for file in files if _is_below(file, folder) and not _is_below(file, own)))
+
+
+def _is_below(file: str, folder: str) -> bool:
+    return file.startswith(os.path.join(folder, ""))  # noqa: PTH118 - thousands of files
 
 
 def _describe(exception: BaseException) -> str:

@@ -20,12 +20,14 @@ from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
+from fastloop.evidence import machine
 from fastloop.evidence.clock import step_clock
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
-from fastloop.feeds.batch_tree import count_samples, samples
-from fastloop.records.measurement import COMPILE, VALIDATION_COMPILE, Measurement
+from fastloop.evidence.model.memory_creep import MemoryLog
+from fastloop.feeds.batch_tree import count_samples, samples, tensors
+from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
@@ -36,6 +38,8 @@ SYNCS = "syncs"
 """Among the evidence: in how many steps every synchronisation was hunted."""
 
 _OF_RANK = ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s", "lead_ms", "gpu", "steps", "partial")
+CROWDED_PCT = 20
+"""Of the fit, spent waiting for a CPU, from which on the machine's load is named."""
 REPLACED = "the Trainer's profiler was replaced during the fit, and nothing is seen from then on"
 
 
@@ -62,7 +66,7 @@ class Session:
         one_time: OneTime | None = None,
         untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._began = step_clock.now()
+        self._began, self._cpu_wait_s = step_clock.now(), machine.cpu_wait_s()
         self.one_time = one_time or OneTime()
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers = WorkerStarts()
@@ -96,7 +100,9 @@ class Session:
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
             read_board=self._read_board,
             one_time=self.one_time,
+            name_keeper=lambda: self._name_keeper(trainer),
         )
+        self.memory, self._epochs = MemoryLog(self.device), 0
         self._ranks: Ranks | None = None
         self._live: LiveMetrics | None = None
         self._logs: LogMarks | None = None
@@ -125,6 +131,7 @@ class Session:
         self._live = LiveMetrics(trainer, self.read_figures)
         self._logs = LogMarks(trainer, module, self.watch.marks)
         self.work.attach(module, self.watch.marks)
+        self.memory.begin(list_keepers(trainer))
         self.watch.marks.unheard = find_unheard(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
@@ -150,8 +157,10 @@ class Session:
         self._step, self._epoch_begins = step, trainer.is_last_batch
         self._passed_steps += step_ends
         self._passed_samples += size or 0
-        if step_ends and self._live is not None:
-            self._live.tick(trainer)
+        if step_ends:
+            self.memory.tick(self._passed_steps, lambda: sum(each.nbytes for each in tensors(batch) if each.is_cuda))
+            if self._live is not None:
+                self._live.tick(trainer)
 
     def _count(self, trainer: Any, batch: Any) -> int | None:
         """Samples of a batch. Where the loader and the first dimension agree, nobody else is asked."""
@@ -175,7 +184,10 @@ class Session:
     ) -> Measurement:
         """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
         self.compilations.note(COMPILE)
+        self.one_time.note()
         self.watch.close()
+        if creep := self.memory.find_creep(self.watch.settings.warmup_steps, list_keepers(trainer), self._epochs > 2):
+            evidence = {**evidence, MEMORY: creep}
         if self.hunt is not None:
             evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
         about = {
@@ -192,6 +204,8 @@ class Session:
         evidence = {**evidence, **self._describe_costs(evidence)}
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
+        if (crowded := self._describe_crowd()) is not None:
+            seen = dataclasses.replace(seen, state=(*seen.state, crowded))
         if self._profiler is not None and trainer.profiler is not self._profiler:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
@@ -217,6 +231,7 @@ class Session:
 
     def _note_costs(self) -> None:
         self.compilations.note(COMPILE)
+        self.one_time.note()
         if self._epoch_begins:
             self._epoch_begins = False
             self._note_epoch()
@@ -224,6 +239,7 @@ class Session:
     def _begin_epoch(self, trainer: Any) -> None:
         """An epoch's first batch is there; its loaders may be others than before."""
         self.workers.note(trainer)
+        self._epochs += 1
         self._drawn = loader_state.read_batch_sizes(trainer)
 
     def _describe_costs(self, evidence: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -243,6 +259,16 @@ class Session:
             found[LOADER] = {**evidence.get(LOADER, {}), **started}
         return found
 
+    def _describe_crowd(self) -> str | None:
+        """What to say where this thread waited long for a CPU, in tens of per cent: so runs alike say the same."""
+        waited_s, before_s = machine.cpu_wait_s(), self._cpu_wait_s
+        if waited_s is None or before_s is None:
+            return None
+        pct = round(10 * (waited_s - before_s) / max(1e-9, step_clock.now() - self._began)) * 10
+        if pct < CROWDED_PCT:
+            return None
+        return f"the training waited for a CPU for about {pct} % of the time: more was running than there are CPUs"
+
     def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
         if self._ranks is None:
             return seen
@@ -250,11 +276,22 @@ class Session:
         why = self._ranks.why if self._ranks.rank == 0 else None
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
 
-    def _read_board(self) -> Mapping[str, Any] | None:
-        """A few calls of NVML; None where there is no GPU."""
+    def _name_keeper(self, trainer: Any) -> str:
+        keeper = self.memory.find_keeper(list_keepers(trainer), self._passed_steps)
+        return "" if keeper is None else f": {keeper.name} keeps {keeper.tensors} tensors ({keeper.where or 'n/a'})"
+
+    def _read_board(self) -> Mapping[str, Any]:
+        """What memory is taken, and a few calls of NVML where there is a GPU."""
+        memory = self.memory.read_now()
         with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
-            return {"sm_clock_mhz": gpu.numbers().get("sm_clock_mhz"), "foreign_processes": gpu.neighbours().pids}
-        return None
+            clock = gpu.numbers().get("sm_clock_mhz")
+            return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.neighbours().pids}
+        return memory
+
+
+def list_keepers(trainer: Any) -> list[object]:
+    """Whose attributes user code keeps tensors in."""
+    return [trainer.lightning_module, *trainer.callbacks, *trainer.loggers]
 
 
 def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +68,3 @@ def shorten_reason(reason: str) -> str:
     """The guard that failed, without Dynamo's numbers of frame and compilation before it."""
     lines = [line.strip(" -") for line in reason.strip().splitlines() if line.strip(" -")]
     return re.sub(r"^\d+/\d+: ", "", lines[-1] if lines else reason)[:160]
-
-
-@contextlib.contextmanager
-def autotune_apart() -> Iterator[None]:
-    """Let Inductor time kernels in a process of its own: one that breaks the CUDA context breaks that one's."""
-    import torch
-    from torch._inductor import config
-
-    with config.patch(autotune_in_subproc=torch.cuda.is_available()):
-        yield

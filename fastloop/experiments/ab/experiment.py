@@ -31,6 +31,8 @@ WINDOW_S, FEWEST_STEPS, PILOT_STEPS = 10.0, 50, 30
 """What ``steps: auto`` asks of a window: seconds and optimizer steps; and the length of the run it asks that of."""
 PARITY = "parity"
 """The folder of the base's gradient, below the experiment's."""
+SOURCE = "source"
+"""Among the changed keys: the arm's code is another."""
 QUEUES = 10
 """Times that the queued batches must have passed, see `Measurement.window_too_short`."""
 
@@ -296,7 +298,7 @@ def _global_batch(trial: Trial | None) -> int | None:
 
 
 def promised(keys: Sequence[str], *, same_batch: bool) -> Parity:
-    """The class of an arm that changes more than rungs: other Trainer settings are held to be the same training as
-    long as the gates say so; another recipe, seed, or global batch is another training."""
-    same = same_batch and all(key.startswith("trainer.") for key in keys)
+    """The class of an arm that changes more than rungs: other Trainer settings and other code are held to be the same
+    training as long as the gates say so; another recipe, seed, or global batch is another training."""
+    same = same_batch and all(key == SOURCE or key.startswith("trainer.") for key in keys)
     return "approximate" if same else "changes-training"

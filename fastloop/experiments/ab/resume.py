@@ -85,7 +85,7 @@ def _cpu(environment: Environment) -> str | None:
 NAME = "experiment.json"
 BASE = "base"
 RESULTS = ("comparison.json", "report.md", "report.html")
-_READ = (".py", ".sh", ".yaml", ".yml", ".toml")
+READ = (".py", ".sh", ".yaml", ".yml", ".toml")
 """Ends of what a script's command line may name and a training may follow from; other files may be its output."""
 
 
@@ -113,7 +113,7 @@ def source_fingerprint(config: Config, command: Sequence[str]) -> str | None:
 
 
 def _list_named(command: Sequence[str]) -> list[tuple[str, Path]]:
-    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(_READ)}
+    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(READ)}
     return [(name, path) for name, path in named.items() if is_file(path)]
 
 

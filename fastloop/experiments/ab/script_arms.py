@@ -14,8 +14,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastloop.config.loading import DEFAULT, NOT_FOR_CALLBACKS, Config, load
@@ -85,6 +85,19 @@ def under_this_python(command: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a script runs, where that is not as in the user's shell, and what would be wrong there."""
+
+    cwd: Path | None = None
+    search_path: str | None = None
+    """In place of the user's PYTHONPATH."""
+    not_from: Path | None = None
+    """A folder to report imports from."""
+    find_fault: Callable[[Sequence[str]], str | None] = lambda _: None
+    """Gets the files that were imported from that folder; says why the run does not count, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScriptArm:
     """A script with patches: of its configuration only ``rungs``, ``watch`` and ``strict``, the rest is its own."""
 
@@ -94,6 +107,7 @@ class ScriptArm:
     overrides: tuple[str, ...] = ()
     seed: int = 0
     """Of the first run."""
+    place: Place = field(default_factory=Place)
 
     @property
     def plans_alone(self) -> bool:
@@ -151,10 +165,18 @@ class ScriptArm:
         folder.mkdir(parents=True, exist_ok=True)
         clear(folder)
         say = None if progress is None else (lambda line: progress(f"{label}: {line}"))
-        with carried(self._orders(config, folder.absolute(), ask), os.environ) as (variables, private):
+        search_path = self.place.search_path
+        environ = {**os.environ, **({} if search_path is None else {"PYTHONPATH": search_path})}
+        with carried(self._orders(config, folder.absolute(), ask), environ) as (variables, private):
             variables["PL_GLOBAL_SEED"] = str(self.seed + ask.seed)
             ended = supervise.supervise(
-                self._wrapped(variables), folder, limits=limits, env=environment(os.environ), stacks=True, progress=say
+                self._wrapped(variables),
+                folder,
+                limits=limits,
+                cwd=self.place.cwd,
+                env=environment(os.environ),
+                stacks=True,
+                progress=say,
             )
             events = happened(private)
         trial = self._trial(label, folder, ask, config, ended, events)
@@ -177,6 +199,7 @@ class ScriptArm:
             beat=str(folder / supervise.BEAT),
             stacks=True,
             disposable=True,
+            not_from=None if self.place.not_from is None else str(self.place.not_from),
         )
         if ask.variation != "gradients":
             return orders
@@ -210,6 +233,7 @@ class ScriptArm:
         else:
             cause = _cause(name, measurement, config.watch.warmup_steps, ended, events)
             cause = cause or describe_dead_rank(folder, measurement)
+        cause = cause or self.place.find_fault([each for event in events for each in event.files])
         step = ended.last_step if ended.last_step is not None else step_of(events)
         return Trial(
             name=label,

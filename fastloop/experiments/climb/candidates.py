@@ -363,6 +363,8 @@ def _assume_facts(result: Measurement) -> Facts:
         compiled_by_user=("the model",) if model.get("compiled") else (),
         compile_targets=("unknown",),
         convs=() if model.get("convs") == 0 else ("unknown",),
+        attends_by_hand=() if model.get("attends_by_hand") == 0 else ("unknown",),
+        classes=0 if model.get("classes") == 0 else 1,
         loader=LoaderFacts(
             kind=str(loader.get("kind")),
             map_style=loader.get("map_style") is not False,

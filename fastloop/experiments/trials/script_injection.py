@@ -81,10 +81,7 @@ PREFIX, OWNER = "fastloop-exec-", "owner.json"
 @contextlib.contextmanager
 def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path]]:
     """The variables that carry orders into a command, and the private directory, which is gone afterwards."""
-    _sweep()
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        private = Path(folder).resolve()
-        (private / OWNER).write_text(json.dumps({"pid": os.getpid(), "machine": _machine()}), encoding="utf-8")
+    with private_directory() as private:
         package = private / "fastloop_exec-0.dist-info"
         package.mkdir()
         (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fastloop-exec\nVersion: 0\n")
@@ -98,6 +95,16 @@ def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[
         store.write(private, {"orders.json": store.dump(orders, ascii_only=True)})
         path = [str(private), *filter(None, [environ.get("PYTHONPATH")])]
         yield {ORDERS: str(private / "orders.json"), "PYTHONPATH": os.pathsep.join(path)}, private
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A temporary directory of this process, gone afterwards, and taken away by the next if this process is killed."""
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        private = Path(folder).resolve()
+        (private / OWNER).write_text(json.dumps({"pid": os.getpid(), "machine": _machine()}), encoding="utf-8")
+        yield private
 
 
 def _machine() -> list[str]:

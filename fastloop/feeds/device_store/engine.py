@@ -68,6 +68,8 @@ class DeviceEngine:
     ) -> None:
         self.loader, self.pictures, self.recipe = loader, pictures, recipe
         self.batches, self._evidence = 0, evidence
+        self.wants_channels_last: Callable[[], bool] = lambda: False
+        """Asked before each batch."""
         crop = recipe.crop
         self.size: tuple[int, int] = tuple(pictures.sizes[0].tolist()) if crop is None else crop.size
         self.fill = crop.fill if isinstance(crop, RandomCrop) else 0
@@ -85,12 +87,13 @@ class DeviceEngine:
         heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
         if self.recipe.resized is None:
             placed = draw(self.recipe.drawings, heights, widths)
-            images = self.pictures.cut(samples, placed, self.size, self.fill)
+            images = self.recipe.to_floats(self.pictures.cut(samples, placed, self.size, self.fill))
         else:
             flips = [each.step for each in self.recipe.drawings if isinstance(each.step, RandomHorizontalFlip)]
             parts, mirrored = draw_parts(self.recipe.resized, flips, heights, widths)
-            images = self.pictures.resize(samples, parts, mirrored, self.size)
-        return [self.recipe.to_floats(images), self.pictures.find_labels(samples)]
+            layout = torch.channels_last if self.wants_channels_last() else torch.contiguous_format
+            images = self.pictures.resize(samples, parts, mirrored, self.size, self.recipe.to_floats, layout)
+        return [images, self.pictures.find_labels(samples)]
 
     def evidence(self) -> Mapping[str, Any]:
         """Batches made, and what they were made of."""

@@ -117,9 +117,13 @@ class ToFloats:
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 [N, 3, H, W] to floats of the same shape."""
-        if self.table.device != images.device:
-            self.table, self.starts = self.table.to(images.device), self.starts.to(images.device)
-        return self.table.view(-1)[images + self.starts]
+        return self.find_table(images.device).view(-1)[images + self.starts]
+
+    def find_table(self, device: torch.device) -> torch.Tensor:
+        """What becomes of each byte, [3, 256], on this device."""
+        if self.table.device != device:
+            self.table, self.starts = self.table.to(device), self.starts.to(device)
+        return self.table
 
     def finish(self, batch: Any) -> Any:
         """The batch with every `ByteSample` in it, however deep, as the list that the default collate function makes

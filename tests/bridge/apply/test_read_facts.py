@@ -162,9 +162,36 @@ class Listed(L.LightningModule):
 def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
     assert list(read_facts.compile_targets(Bare())) == [""]
     assert list(read_facts.compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
-    compiled = Regression()
-    compiled.net.compile(backend="eager")
-    assert facts(compiled).compiled_by_user == ("net",) and facts().compiled_by_user == ()
+
+
+def compile_in_place(net: torch.nn.Module) -> torch.nn.Module:
+    net.compile(backend="eager")
+    return net
+
+
+def compile_forward(net: torch.nn.Module) -> torch.nn.Module:
+    net.forward = torch.compile(net.forward, backend="eager")  # type: ignore[method-assign]
+    return net
+
+
+@pytest.mark.parametrize("change", [compile_in_place, compile_forward, lambda net: torch.compile(net, backend="eager")])
+def test_what_the_user_compiled_is_seen(change: Any) -> None:
+    module = Regression()
+    module.net = change(module.net)
+    assert facts(module).compiled_by_user[0] == "net" and facts().compiled_by_user == ()
+
+
+def test_repeated_blocks_stand_together_by_their_shapes() -> None:
+    def block(width: int) -> torch.nn.Module:
+        return torch.nn.TransformerEncoderLayer(width, 1, width)
+
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList([block(2), block(2), block(4)]), block(2))
+    module = Regression()
+    module.net = torch.nn.ModuleDict({"stack": torch.nn.Sequential(net, torch.nn.Sequential(net[0], net[0]))})
+    assert facts(module).repeated_blocks == (("net.stack.0.1.0", "net.stack.0.1.1"), ("net.stack.0.1.2",))
+    assert facts().repeated_blocks == ()
+    module.net = torch.nn.ModuleList([block(2), block(2)])  # which the module calls one by one
+    assert facts(module).repeated_blocks == (("net.0", "net.1"),)
 
 
 class Draws(Dataset[Any]):

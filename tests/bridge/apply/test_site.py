@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastloop.bridge.apply.site import LiveSite, attribute
+from fastloop.feeds.lower_precision import read_product_dtype
 from fastloop.records.facts import Facts
-from fastloop.rungs.amp import product_dtype
 
 
 class Steps(torch.nn.Module):
@@ -34,7 +34,7 @@ def test_notes_are_taken_inside_the_first_training_step_only() -> None:
             return module.training_step(value)
 
     assert site.take_notes(step) is step
-    site.note_in_step(lambda: dtypes.append(product_dtype(site.device)))
+    site.note_in_step(lambda: dtypes.append(read_product_dtype(site.device)))
     noting = site.take_notes(step)
     assert dtypes == [] and noting(1) == (2, True) and noting(2) == (3, True)
     assert dtypes == ["torch.bfloat16"] and "training_step" not in vars(module)

@@ -134,3 +134,14 @@ def test_without_a_window_nothing_is_compared() -> None:
     later.between_steps(10**6)
     later.end(10**6)
     assert later.drift.entries == () and later.clock is None
+
+
+def test_memory_that_creeps_is_warned_of_with_what_keeps_it(fit: Fit) -> None:
+    fit.later._name_keeper = lambda: ": Net.kept"
+    taken = 0
+    for _ in range(4):
+        taken += 2**30
+        fit.board = {"memory_bytes": taken, "memory_free_bytes": 9 * 2**30}
+        fit.look()
+    assert len(fit.warnings) == 1 and fit.warnings[0].startswith("memory grew by ")
+    assert fit.warnings[0].endswith(" hours: Net.kept")

@@ -36,6 +36,8 @@ def row(
 
 
 def choice(costs: Costs, *rows: Attempt, start: Start = GPU, stack: Stack | None = None) -> Candidate | str:
+    """For a model without attention and without a large vocabulary."""
+    start = dataclasses.replace(start, enabled=start.enabled | {"attention", "loss"})
     return choose(Position(start=start, costs=costs, stack=stack or {}, rows=rows))
 
 

@@ -51,7 +51,8 @@ class Budget:
     """The time that one rehearsal has, and what is too dear to be tried in it.
 
     Args:
-        modules: that rungs change.
+        root: the LightningModule.
+        modules: inside it, that rungs change.
         memory: of earlier rehearsals.
         settings: of a rung, by its name.
         first_ms: what the first batch took, warm-up included: no later one takes longer.
@@ -60,13 +61,15 @@ class Budget:
     def __init__(
         self,
         terms: Terms,
+        root: torch.nn.Module,
         modules: Sequence[torch.nn.Module],
         memory: Remembered,
         settings: Callable[[str], Any],
         first_ms: float,
     ) -> None:
         self.terms, self.memory = terms, memory
-        self._modules, self._settings, self._first_ms = modules, settings, first_ms
+        self._root, self._modules, self._first_ms = root, modules, first_ms
+        self._settings_of = settings
         self.base_ms = 0.0
         """What the unchanged modules take for one batch."""
         self.play_s = 0.0
@@ -81,7 +84,7 @@ class Budget:
     def add_one_time(self, step: Step, seconds: float) -> None:
         """A rung's first call took so much longer: weighed by itself, and no part of the share."""
         self._began_s += seconds
-        self.memory.keep_first_call_s(step.rung, self._settings(step.rung), seconds)
+        self.memory.keep_first_call_s(step.rung, self._settings(step), seconds)
 
     def may_play(self, ms: float, share: float) -> bool:
         """Whether one more play of so many milliseconds fits into a share of the rehearsal's time."""
@@ -105,7 +108,7 @@ class Budget:
     def _explain_too_short(self, step: Step, batches: float) -> str | None:
         """None for what the user asked for, and for a one-time cost that may pay back even so."""
         if self._must_pay_back(step):
-            step_ms = self._first_ms * self.terms.batches_per_step
+            step, step_ms = find_cheapest(step), self._first_ms * self.terms.batches_per_step
             return judge.explain_no_pay_back(self._expect_first_call_s(step), step_ms, self.terms.steps_left)
         if step.rung not in self.terms.by_ladder:
             return None
@@ -113,7 +116,7 @@ class Budget:
 
     def refuse(self, step: Step) -> str | None:
         """Why one rung is not even tried; None where it may be."""
-        known = self.memory.find_failure(step.rung, self._settings(step.rung))
+        known = self.memory.find_failure(step.rung, self._settings(step))
         if known is not None:
             return f"it failed here on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
@@ -124,6 +127,10 @@ class Budget:
         if step.rung in self.terms.by_ladder and self._spent_s + 2 * self.play_s > allowed_s:
             return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s"
         return None
+
+    def keep_failure(self, step: Step, why: str) -> None:
+        """Note that a rung failed, for later runs."""
+        self.memory.keep_failure(step.rung, self._settings(step), why)
 
     def limit_s(self, step: Step) -> float:
         """Of trying a rung. A compile that has to pay back may take no longer than the rest of the run could save."""
@@ -136,18 +143,28 @@ class Budget:
     def _spent_s(self) -> float:
         return time.perf_counter() - self._began_s
 
+    def _settings(self, step: Step) -> Any:
+        settings, modules = self._settings_of(step.rung), step.change.first_call_of
+        return (settings, modules) if modules else settings
+
     def _must_pay_back(self, step: Step) -> bool:
         wanted = step.change.pay_back
         return wanted == "required" or (wanted == "auto" and step.rung in self.terms.by_ladder)
 
     def _expect_first_call_s(self, step: Step) -> float:
-        known = self.memory.find_first_call_s(step.rung, self._settings(step.rung))
+        known = self.memory.find_first_call_s(step.rung, self._settings(step))
         if known is not None:
             return known
-        layers = sum(not list(inner.children()) for module in self._modules for inner in module.modules())
+        modules = [self._root.get_submodule(name) for name in step.change.first_call_of] or self._modules
+        layers = sum(not list(inner.children()) for module in modules for inner in module.modules())
         return BASE_S + PER_LAYER_S * layers
 
 
 def is_costly(step: Step) -> bool:
     """Whether its first call has a one-time cost."""
     return step.change.pay_back is not None
+
+
+def find_cheapest(step: Step) -> Step:
+    """The same with the smaller one-time cost that it can have."""
+    return step if step.change.cheaper is None else replace(step, change=step.change.cheaper)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fastloop.bridge.apply.read_precision import find_precision
-from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, is_costly
+from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, Player, measure_deviation
 from fastloop.bridge.apply.rehearse.remembered import Remembered
@@ -100,7 +100,7 @@ class Rehearsal:
         self._player = Player(self.site.module, calls, self.site.device, **how)
         modules = self._player.modules
         memory = Remembered(modules, self.site.device)
-        self._budget = Budget(self.terms, modules, memory, self.hands.settings, self._first_ms)
+        self._budget = Budget(self.terms, self.site.module, modules, memory, self.hands.settings, self._first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):
@@ -152,15 +152,22 @@ class Rehearsal:
             if step.rung in self.terms.by_ladder:
                 return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
             return self._apply_untried(step)
-        fault = next((each for each in gather(self.site.trainer, self._budget.refuse(step)) if each is not None), None)
+        fault = self._refuse(step)
+        if fault is not None and step.change.cheaper is not None:
+            step = find_cheapest(step)
+            fault = self._refuse(step)
         if fault is not None:
             return Outcome(rung=step.rung, fault=fault, is_lasting=False)
         outcome = self._agree(step, self._try_here(step, before))
         if outcome.fault is not None and outcome.is_lasting and step.change.rehearse == "modules":
             outcome = self._try_without_others(step, outcome, before)
         if outcome.fault is not None and outcome.is_lasting:
-            self._budget.memory.keep_failure(step.rung, self.hands.settings(step.rung), outcome.fault)
+            self._budget.keep_failure(step, outcome.fault)
         return outcome
+
+    def _refuse(self, step: Step) -> str | None:
+        """Why a rung is not even tried, on any rank."""
+        return next((each for each in gather(self.site.trainer, self._budget.refuse(step)) if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung, and play what it changes; it is taken away again where that ends badly. No collectives."""
@@ -170,7 +177,6 @@ class Rehearsal:
             with (
                 announced(f"trying {step.rung} on the calls of the first step", self.hands.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
-                dynamo_graphs.autotune_apart() if is_costly(step) else contextlib.nullcontext(),
             ):
                 try_it = self._try_optimizers if step.change.rehearse == "optimizers" else self._try_modules
                 outcome = try_it(step, before)

@@ -1,0 +1,211 @@
+"""What BatchNorm in groups costs: a compiled ResNet-50 on a resident batch, with each way of writing it.
+
+    python benchmarks/batch_norm.py [--groups 4] [--steps 15] [--rounds 3] [--ways ordinary,shipped]
+
+ordinary  torch's own BatchNorm over the whole batch, which is another training
+shipped   `normalize_groups`: shifted sums; two sums in the backward
+eight     the same, with a guess of the mean by eight values
+explicit  var_mean, and a backward that is written out, with two sums
+gathered  var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
+derived   var_mean; weight and bias are [channels]: five sums of two shapes
+
+Forward, backward and SGD in bfloat16 autocast, channels-last. Each way has a process of its own, so that all compile at
+once; then they take turns, a block of steps each, with the device to themselves. One JSON line per way and round, then
+one per way with the median. `--size tiny --batch 16 --steps 2 --rounds 1` runs on two CPU cores in a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fastloop.feeds.batch_norm import groups as batch_norm
+
+
+def normalize_gathered(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
+    """Weight and bias as [groups, channels]."""
+    parts, over = split(x, groups)
+    wide = parts.float()
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    scale = torch.rsqrt(variances + eps) * weight.view(-1, 1, 1)
+    output = (wide - means) * scale + bias.view(-1, 1, 1).expand(means.shape)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
+
+
+def normalize_derived(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
+    """Weight and bias as they are."""
+    parts, over = split(x, groups)
+    wide = parts.float()
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    output = (wide - means) * torch.rsqrt(variances + eps) * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
+
+
+def normalize_explicit(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
+    """With a backward of its own."""
+    parts, _ = split(x, groups)
+    output, means, variances = Explicit.apply(parts, weight, bias, eps)
+    return output.flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
+
+
+class Explicit(torch.autograd.Function):
+    """Two sums, as few as there can be. Not for float32: where a cast does nothing, torch 2.11's Dynamo takes its
+    output for another and hands zeros to this backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Any, weight: Any, bias: Any, eps: float) -> Any:
+        wide = parts.float()
+        variances, means = torch.var_mean(wide, dim=[1, 3, 4], correction=0, keepdim=True)
+        scale = torch.rsqrt(variances + eps)
+        ctx.save_for_backward(parts, weight, means, scale)
+        output = (wide - means) * (scale * weight.view(-1, 1, 1)) + bias.view(-1, 1, 1)
+        return output.to(parts.dtype), means, variances
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+        parts, weight, means, scale = ctx.saved_tensors
+        values = parts.numel() // means.numel()
+        slope, apart = gradient.float(), parts.float() - means
+        total = slope.sum([1, 3, 4], keepdim=True)
+        aligned = (slope * apart).sum([1, 3, 4], keepdim=True) * scale
+        of_parts = (slope - total / values - apart * (scale * aligned / values)) * (scale * weight.view(-1, 1, 1))
+        return of_parts.to(parts.dtype), aligned.sum(0).view(-1), total.sum(0).view(-1), None
+
+
+def normalize_by_eight(*arguments: Any) -> Any:
+    """With a guess of the mean that Inductor takes in a kernel of its own."""
+    batch_norm.NEAR = 8
+    return SHIPPED(*arguments)
+
+
+SHIPPED = batch_norm.normalize_groups
+
+
+def split(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
+    """[groups, rows, channels, height, width], and what is summed over."""
+    return x.view(groups, x.shape[0] // groups, *x.shape[1:]), [1, 3, 4]
+
+
+WAYS: dict[str, Any] = {
+    "ordinary": None,
+    "shipped": SHIPPED,
+    "eight": normalize_by_eight,
+    "explicit": normalize_explicit,
+    "gathered": normalize_gathered,
+    "derived": normalize_derived,
+}
+
+
+def make_step(options: Any, groups: int) -> Callable[[], torch.Tensor]:
+    """A step that returns its loss."""
+    from torchvision.models import resnet18, resnet50
+
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = (resnet18 if options.size == "tiny" else resnet50)(num_classes=1000)
+    model = model.to(options.device, memory_format=torch.channels_last)
+    side = 32 if options.size == "tiny" else 224
+    images = torch.randn(options.batch, 3, side, side, device=options.device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (options.batch,), device=options.device)
+    counts = batch_norm.BatchGroups()
+    batch_norm.group_forwards(model, counts)
+    counts.begin(groups)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+    run = torch.compile(model)
+
+    def step() -> torch.Tensor:
+        with torch.autocast(options.device, torch.bfloat16):
+            loss = F.cross_entropy(run(images), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def take_turns(way: str, place: int, options: Any, barrier: Any, results: Any) -> None:
+    """Compile with all others, and be timed while they wait."""
+    batch_norm.normalize_groups = WAYS[way]
+    began = time.perf_counter()
+    step: Any = None
+    try:
+        step = make_step(options, 1 if way == "ordinary" else options.groups)
+        losses = [float(step()) for _ in range(4)]
+        results.put({"way": way, "compile_s": time.perf_counter() - began, "losses": losses})
+    except Exception as error:
+        step = None
+        results.put({"way": way, "error": f"{type(error).__name__}: {error}"[:400]})
+    for number in range(options.rounds):
+        for turn in range(len(options.ways)):
+            barrier.wait()
+            if turn == place and step is not None:
+                results.put({"way": way, "round": number, **time_block(step, options)})
+    barrier.wait()
+
+
+def time_block(step: Callable[[], torch.Tensor], options: Any) -> dict[str, float]:
+    """ms of a step and images/s, after two steps that are not timed."""
+    for warm in (2, options.steps):
+        _wait(options.device)
+        began = time.perf_counter()
+        for _ in range(warm):
+            step()
+        _wait(options.device)
+        took_s = time.perf_counter() - began
+    return {"step_ms": 1e3 * took_s / options.steps, "images_per_s": options.batch * options.steps / took_s}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","))
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", default="default", choices=["default", "tiny"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    context = torch.multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(len(options.ways)), context.Queue()
+    processes = [
+        context.Process(target=take_turns, args=(way, place, options, barrier, results), daemon=False)
+        for place, way in enumerate(options.ways)
+    ]
+    for process in processes:
+        process.start()
+    rates: dict[str, list[float]] = {way: [] for way in options.ways}
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    print(json.dumps({"what": "batch_norm", "gpu": name, "torch": torch.__version__, **vars(options)}), flush=True)
+    while any(process.is_alive() for process in processes) or not results.empty():
+        try:
+            line = results.get(timeout=1)
+        except Exception:
+            continue
+        print(json.dumps(line), flush=True)
+        if "images_per_s" in line:
+            rates[line["way"]].append(line["images_per_s"])
+    for way, found in rates.items():
+        if found:
+            print(
+                json.dumps({"way": way, "n": len(found), "median_images_per_s": statistics.median(found)}), flush=True
+            )
+    if any(process.exitcode for process in processes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

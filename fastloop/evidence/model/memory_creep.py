@@ -1,0 +1,355 @@
+"""Memory that grows with every step: how fast, and which attribute keeps the tensors, with the line that adds to it.
+
+Read at the end of steps, at most every 20 ms and less often in a long fit: what tensors take on the GPU (without the
+batch, whose shape may grow), what this process has from malloc on the host. Nothing is synchronised. What an allocator
+holds back for later is not counted: resident memory stands still while it is used up.
+
+Only steady growth counts: each quarter of the readings above the one before, at a similar pace. That is no proof yet: a
+cache that fills does the same. So the tensors are looked for once, at the end of the fit, where user code keeps them:
+in attributes of the LightningModule, callbacks and loggers, and in global variables of their files. Datasets are not
+looked at: what they keep is a cache. A list that the code clears elsewhere counts once it has grown beyond an epoch.
+What keeps a graph for each step counts without growth, too: backward has freed the large tensors of most graphs, and
+what is left (nodes, on the host) may be less than can be seen in a short fit.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import inspect
+import math
+import statistics
+import sys
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from fastloop.evidence import machine
+
+SHORTEST_S, SHARE, TIMES_COST = 0.02, 1 / 200, 500
+"""Between two readings, whichever is longest: seconds, a share of the time since the first, and what one takes, so many
+times: some 20 us, but malloc's own count visits every free block."""
+FEWEST = 16
+"""Readings below which nothing is said."""
+LEAST_MIB = 2.0
+"""Growth over all readings below which nothing is said."""
+GPU, HOST = "GPU", "host"
+STEADY = 0.4
+"""The slowest of the paces between quarters, as a share of the fastest: a start-up or a filled cache slows down."""
+PER_STEP = 0.5
+"""Tensors that a container must keep for each optimizer step of the fit to be the one that grows."""
+MOST_OBJECTS, MOST_ITEMS = 100_000, 256
+"""Objects that the search visits, and items of one container that it looks at."""
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "fastloop")
+}
+"""Whose objects are not looked into: what they keep is not the user's to change, and torchmetrics resets its lists."""
+_CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict}
+"""Not their subclasses, which may run the user's code when they are looked at."""
+_ADDS = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
+_CLEARS = {"clear", "pop", "popleft", "popitem"}
+_STARTS = {"__init__", "setup", "on_fit_start", "on_train_start"}
+"""Functions in which an assignment makes the container, and does not clear it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """Who keeps tensors of past steps."""
+
+    name: str
+    """``Net.losses``."""
+    tensors: int
+    holds_graphs: bool
+    where: str | None = None
+    """``train.py:42``: the line that adds to it; None where no source tells."""
+    cleared: bool = False
+    """Some function empties it, or puts something else in its place."""
+
+
+class MemoryLog:
+    """Readings of the memory at the end of optimizer steps: of the GPU, if there is one, and of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read: dict[str, Callable[[], int]] = {HOST: _find_heap_reader()}
+        if device.type == "cuda":
+            self._read = {GPU: lambda: torch.cuda.memory_allocated(device), **self._read}
+        self.readings: dict[str, list[tuple[int, int]]] = {memory: [] for memory in self._read}
+        """Optimizer steps and bytes."""
+        self._before: Mapping[int, int] = {}
+        """Items of containers, by their ids, when training started."""
+        self._began_s = self._next_s = 0.0
+        self._cost_s = math.inf
+
+    def begin(self, roots: Sequence[object]) -> None:
+        """Training starts: what containers hold by now is none of its steps'."""
+        self._before = {id(value): len(value) for *_, value in _walk(roots) if not isinstance(value, torch.Tensor)}
+
+    def tick(self, step: int, batch_bytes: Callable[[], int]) -> None:
+        """An optimizer step has ended; its last batch is still on the device."""
+        if (now_s := time.monotonic()) < self._next_s:
+            return
+        self._began_s = self._began_s or now_s
+        for memory, read in self._read.items():
+            self.readings[memory].append((step, read() - (batch_bytes() if memory == GPU else 0)))
+        before_s, self._cost_s = self._cost_s, time.monotonic() - now_s  # one may have been held up
+        pause_s = TIMES_COST * min(before_s, self._cost_s)
+        self._next_s = now_s + max(SHORTEST_S, SHARE * (now_s - self._began_s), pause_s)
+
+    def read_now(self) -> dict[str, int | None]:
+        """What is taken now of the memory that a training fills first, and what can still be taken, for `StepCheck`."""
+        memory, read = next(iter(self._read.items()))
+        return {"memory_bytes": read(), "memory_free_bytes": self._read_free_bytes(memory)}
+
+    def _read_free_bytes(self, memory: str) -> int | None:
+        """What can still be taken; on the GPU with what the caching allocator holds back."""
+        if memory == HOST:
+            return machine.memory_free_bytes()
+        held_back = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
+
+    def find_keeper(self, roots: Sequence[object], steps: int) -> Keeper | None:
+        """What keeps tensors of at least every second of so many steps: those with graphs first, then the most."""
+        return _find_keeper(roots, steps, self._before)
+
+    def find_creep(self, after_step: int, roots: Sequence[object], several_epochs: bool) -> dict[str, Any]:
+        """The growth and who keeps the tensors; empty where nothing creeps, or it is unknown.
+
+        Args:
+            after_step: readings up to this step are warm-up.
+            roots: the module, callbacks and loggers.
+            several_epochs: the readings span the end of an epoch, at which lists are cleared.
+        """
+        kept = {memory: [each for each in read if each[0] > after_step] for memory, read in self.readings.items()}
+        paces = {memory: pace for memory, read in kept.items() if (pace := find_pace(read, LEAST_MIB * 2**20))}
+        steps = max((step for read in kept.values() for step, _ in read), default=0)
+        keeper = self.find_keeper(roots, steps) if steps - after_step >= FEWEST else None
+        if keeper is not None and keeper.cleared and not several_epochs:
+            keeper, paces = None, {}
+        if keeper is None and not several_epochs:
+            paces = {}  # a cache fills for an epoch
+        if keeper is None:
+            paces.pop(HOST, None)  # a library or the dataset may keep it
+        memory = next(iter(paces), None)
+        if memory is None and not (keeper is not None and keeper.holds_graphs):
+            return {}
+        found: dict[str, Any] = {} if keeper is None else {**vars(keeper)}
+        found.pop("cleared", None)
+        if memory is not None:
+            free, pace = self._read_free_bytes(memory), paces[memory]
+            found |= {"of": memory, "mib_per_1000_steps": 1000 * pace / 2**20}
+            found["steps_left"] = None if free is None else int(free / pace)
+        return found
+
+
+class _MallInfo(ctypes.Structure):
+    """Source: mallinfo(3). ``hblkhd`` bytes are in maps of their own, ``uordblks`` in use in the heaps."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"ef", "uordblks", *"gh")]
+
+
+def _find_heap_reader() -> Callable[[], int]:
+    """What reads the bytes that malloc has given out; where it does not tell, the resident memory."""
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None:
+        process = psutil.Process()
+        return lambda: int(process.memory_info().rss)
+    read.restype = _MallInfo
+
+    def read_heap() -> int:
+        found = read()
+        return int(found.hblkhd + found.uordblks)
+
+    return read_heap
+
+
+def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float | None:
+    """Bytes per step where they grow steadily, else None.
+
+    Args:
+        readings: steps and bytes, in their order.
+        least_bytes: growth from the first quarter to the last below which there is none.
+    """
+    if len(readings) < FEWEST:
+        return None
+    size = len(readings) // 4
+    quarters = [readings[start : start + size] for start in (0, size, 2 * size, len(readings) - size)]
+    steps, sizes = ([statistics.median(each[side] for each in part) for part in quarters] for side in (0, 1))
+    paces = [(sizes[i + 1] - sizes[i]) / max(1, steps[i + 1] - steps[i]) for i in range(3)]
+    if sizes[-1] - sizes[0] < least_bytes or min(paces) < STEADY * max(paces):
+        return None
+    return (sizes[-1] - sizes[0]) / max(1, steps[-1] - steps[0])
+
+
+# -- who keeps the tensors --------------------------------------------------------------------------------------------
+
+
+def _find_keeper(roots: Sequence[object], steps: int, before: Mapping[int, int]) -> Keeper | None:
+    found: list[tuple[bool, int, type | None, str, str]] = []
+    for owner, prefix, name, value in _walk(roots):
+        if isinstance(value, torch.Tensor):
+            held, graphs = (_chain_length(value), True) if value.grad_fn is not None else (0, False)
+        else:
+            held, graphs = _count_tensors(value)
+            held -= before.get(id(value), 0)
+        if held >= max(1.0, PER_STEP * steps):
+            found.append((graphs, held, owner, prefix, name))
+    if not found:
+        return None
+    graphs, held, owner, prefix, name = max(found, key=lambda each: each[:2])
+    where, cleared = _find_line(owner, [type(root) for root in roots], name)
+    return Keeper(
+        name=f"{prefix}.{name}" if prefix else f"the global {name}",
+        tensors=held,
+        holds_graphs=graphs,
+        where=where,
+        cleared=cleared,
+    )
+
+
+def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:
+    """Containers and tensors below these objects, by class, name and attribute of the object that has them."""
+    waiting: deque[tuple[type | None, str, str, Any]] = deque()
+    for module in {type(root).__module__ for root in roots if _is_users(type(root))}:
+        items = [*vars(sys.modules[module]).items()] if module in sys.modules else []
+        waiting += [(None, "", name, value) for name, value in items if type(value) in _CONTAINERS]
+    waiting += [(type(root), type(root).__name__, "", root) for root in roots]
+    seen: set[int] = set()
+    while waiting and len(seen) < MOST_OBJECTS:
+        owner, prefix, name, value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield owner, prefix, name, value
+        elif type(value) in _CONTAINERS:
+            if not (isinstance(value, deque) and value.maxlen is not None):
+                yield owner, prefix, name, value
+                waiting += [(owner, prefix, name, each) for each in _items(value) if not isinstance(each, torch.Tensor)]
+        elif isinstance(value, torch.nn.Module) or (_is_users(type(value)) and type(value).__dictoffset__):
+            kind = type(value)
+            waiting += [
+                (kind, kind.__name__, key, each)
+                for key, each in vars(value).items()
+                if key not in ("_parameters", "_buffers")
+            ]
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is the user's, and may keep what it likes; what a dataset or loader keeps is a cache."""
+    if issubclass(kind, (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, type)):
+        return False
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _items(value: Any) -> Iterator[object]:
+    """Some items of a container, all of a small one, from all over it."""
+    every = -(-len(value) // MOST_ITEMS) or 1
+    with suppress(RuntimeError):  # another thread adds to it
+        yield from list(value.values() if isinstance(value, dict) else value)[::every]
+
+
+def _count_tensors(value: Any) -> tuple[int, bool]:
+    """Items that are tensors or hold some directly, and whether most of them keep a graph."""
+    held = graphs = looked = 0
+    for each in _items(value):
+        looked += 1
+        found = [member for member in _members(each) if type(member) is torch.Tensor]  # no parameters
+        held += bool(found)
+        graphs += any(member.grad_fn is not None for member in found)
+    return round(held * len(value) / max(1, looked)), graphs > held / 2
+
+
+def _members(item: Any) -> Iterable[object]:
+    """What is in an item of a container: of one step's results several, as ``{"loss": ..., "logits": ...}``."""
+    if type(item) is dict:
+        return item.values()
+    return item if type(item) in (list, tuple) and len(item) <= 16 else (item,)
+
+
+def _chain_length(value: torch.Tensor) -> int:
+    """How often in a row the operation that made a tensor took its own last result, as ``total = total + loss``."""
+    length, node = 0, value.grad_fn
+    while node is not None:
+        length += 1
+        below = [each for each, _ in node.next_functions if each is not None]
+        below += [each for between in below for each, _ in between.next_functions if each is not None]  # 0.9 * total
+        node = next((each for each in below if each.name() == node.name()), None)
+    return length
+
+
+# -- where in the source ----------------------------------------------------------------------------------------------
+
+
+def _find_line(owner: type | None, roots: Sequence[type], name: str) -> tuple[str | None, bool]:
+    """The line that adds to an attribute of this name, or without an owner to a global variable, and whether some
+    function empties it. An attribute's are looked for in the classes of its owner and of the roots."""
+    where, cleared = None, False
+    kinds = [base for kind in (*([owner] if owner else []), *roots) for base in kind.__mro__ if _is_users(base)]
+    places = [(file, kind.__name__ if owner else None) for kind in kinds if (file := _find_file(kind))]
+    for file, kind in dict.fromkeys(places):
+        for function, node in _statements(file, kind):
+            if _adds(node, name):
+                where = where or f"{_shorten(file)}:{getattr(node, 'lineno', 0)}"
+            elif function not in _STARTS and _clears(node, name):
+                cleared = True
+    return where, cleared
+
+
+def _find_file(kind: type) -> str | None:
+    with suppress(TypeError, OSError):
+        return inspect.getsourcefile(kind)
+    return None
+
+
+def _shorten(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+@lru_cache(maxsize=8)
+def _statements(file: str, kind: str | None) -> tuple[tuple[str, ast.AST], ...]:
+    """Every node inside the functions of a class, or of a whole file, with the function's name."""
+    try:
+        tree: ast.AST = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return ()
+    if kind is not None:
+        tree = next((each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == kind), tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return tuple((function.name, node) for function in functions for node in ast.walk(function))
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    """Whether an expression is ``self.name``, ``name``, or an item of one of these."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+
+
+def _adds(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _ADDS and _names(node.func.value, name)
+    if isinstance(node, ast.AugAssign):
+        return _names(node.target, name)
+    if not isinstance(node, ast.Assign) or not any(_names(target, name) for target in node.targets):
+        return False
+    return any(isinstance(each, ast.Subscript) for each in node.targets) or any(
+        _names(each, name) for each in ast.walk(node.value)
+    )
+
+
+def _clears(node: ast.AST, name: str) -> bool:
+    """Asked of what does not add."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _CLEARS and _names(node.func.value, name)
+    targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else ()
+    return any(_names(target, name) for target in targets)

@@ -1,0 +1,98 @@
+"""Modules whose own code may hold attention written out by hand: it takes a softmax and makes matrix products."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "__matmul__"})
+SDPA = "scaled_dot_product_attention"
+DEPTH = 4
+"""How far calls of a module's own methods, and of functions beside it, are followed."""
+
+
+def list_candidates(model: torch.nn.Module) -> list[str]:
+    """Names of inner modules that take a softmax and make matrix products themselves, not in modules inside them."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and not _is_torchs(type(module)) and _takes_softmax(module) and _makes_products(module)
+    ]
+
+
+def list_sdpa(model: torch.nn.Module) -> list[str]:
+    """Names of modules that call ``scaled_dot_product_attention`` themselves, or are torch's own that do."""
+    own = (torch.nn.MultiheadAttention,)
+    return [name for name, module in model.named_modules() if isinstance(module, own) or SDPA in _read_names(module)]
+
+
+def list_switchable(model: torch.nn.Module) -> list[str]:
+    """Names of Hugging Face models that run attention by hand and have a switch for it; the outermost ones."""
+    found: list[str] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) not in inside and callable(getattr(module, "set_attn_implementation", None)):
+            inside |= {id(each) for each in module.modules()}
+            if getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager":
+                found.append(name)
+    return found
+
+
+def switch_models(model: torch.nn.Module) -> list[Any]:
+    """Let them run ``sdpa``, by their own switch; those that do it now."""
+    found: list[Any] = []
+    for module in (cast(Any, model.get_submodule(name)) for name in list_switchable(model)):
+        with contextlib.suppress(ValueError):  # this model has no other attention
+            module.set_attn_implementation("sdpa")
+            found.append(module)
+    return found
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+def _takes_softmax(module: torch.nn.Module) -> bool:
+    return "softmax" in _read_names(module) or any(isinstance(each, torch.nn.Softmax) for each in module.children())
+
+
+def _makes_products(module: torch.nn.Module) -> bool:
+    return bool(PRODUCTS & _read_names(module))
+
+
+def _read_names(module: torch.nn.Module) -> frozenset[str]:
+    """Names that a module's forward uses; a product by ``@`` as ``__matmul__``."""
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(forward, types.FunctionType) or _is_torchs(type(module)):
+        return frozenset()
+    return frozenset(_follow(forward, type(module), DEPTH, set()))
+
+
+def _follow(function: types.FunctionType, kind: type, depth: int, seen: set[types.CodeType]) -> Iterator[str]:
+    if function.__code__ in seen:
+        return
+    seen.add(function.__code__)
+    for code in _open(function.__code__):
+        names = {*code.co_names, *code.co_freevars}
+        yield from names
+        steps = ((step.opname, step.argrepr) for step in dis.get_instructions(code))
+        if any(name == "BINARY_OP" and symbol.startswith("@") for name, symbol in steps):
+            yield "__matmul__"
+        for name in names if depth else ():
+            called = vars(kind).get(name) or getattr(kind, name, None) or function.__globals__.get(name)
+            called = getattr(called, "__func__", called)
+            if isinstance(called, types.FunctionType) and not (called.__module__ or "").startswith("torch."):
+                yield from _follow(called, kind, depth - 1, seen)
+
+
+def _open(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of functions and comprehensions written in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _open(constant)

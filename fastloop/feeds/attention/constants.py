@@ -1,0 +1,115 @@
+"""Values in a captured graph that no batch has a part in: masks made of buffers and sizes, scales, fill values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+
+RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial")
+IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor", "ipow", "setitem"})
+
+
+class Unknown(Exception):
+    """The value depends on the batch, on parameters or on random numbers."""
+
+
+class Constants:
+    """Evaluates nodes of one graph.
+
+    Args:
+        graph: as Dynamo captured it; its inputs know the tensors that they stand for.
+        kept: ids of tensors that stay what they are: buffers, and tensors among a module's attributes.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, kept: frozenset[int]) -> None:
+        self._graph, self._kept = graph, kept
+
+    def evaluate(self, node: Any, sizes: Mapping[int, int] | None = None) -> Any:
+        """The value of a node, or of what is none.
+
+        Args:
+            sizes: what sizes that vary are to be, in place of those in the batch that was captured.
+
+        Raises:
+            Unknown: the value is no constant.
+        """
+        known: dict[Node, Any] = {}
+        with torch.no_grad():
+            return map_arg(node, lambda each: self._evaluate(each, sizes or {}, known))
+
+    def list_buffers(self, node: Node) -> list[torch.Tensor]:
+        """The kept tensors that a node's value is made of."""
+        found, queue, seen = list[torch.Tensor](), [node], set[Node]()
+        while queue:
+            if (each := queue.pop()) not in seen:
+                seen.add(each)
+                queue += each.all_input_nodes
+                value = _find_input(each) if each.op == "placeholder" else None
+                if isinstance(value, torch.Tensor) and id(value) in self._kept:
+                    found.append(value)
+        return found
+
+    def _evaluate(self, node: Node, sizes: Mapping[int, int], known: dict[Node, Any]) -> Any:
+        if node not in known:
+            known[node] = self._read(node, sizes, known)
+        return known[node]
+
+    def _read(self, node: Node, sizes: Mapping[int, int], known: dict[Node, Any]) -> Any:
+        seen = node.meta.get("example_value")
+        if isinstance(seen, torch.SymInt) and node.op != "call_function":
+            return sizes.get(read_size(seen), read_size(seen))
+        if isinstance(seen, (bool, int, float)) and node.op != "call_function":
+            return seen
+        if node.op == "get_attr":
+            return getattr(self._graph, str(node.target))
+        if node.op == "placeholder":
+            value = _find_input(node)
+            if id(value) not in self._kept:
+                raise Unknown
+            return value
+        name = name_of(node)
+        if name is None or changes_in_place(name) or any(word in name for word in RANDOM):
+            raise Unknown
+
+        def look(each: Node) -> Any:
+            try:
+                return self._evaluate(each, sizes, known)
+            except Unknown:
+                example = each.meta.get("example_value")
+                if isinstance(example, torch.Tensor) and (name.endswith("_like") or name.startswith("new_")):
+                    shape = [read_size(size) for size in example.shape]  # only its size and type are asked for
+                    return torch.empty(shape, dtype=example.dtype, device=example.device)
+                raise
+
+        args, kwargs = map_arg(node.args, look), map_arg(dict(node.kwargs), look)
+        try:
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise Unknown from error
+
+
+def name_of(node: Node) -> str | None:
+    """What a node calls, whether as a method or as a function of torch's or Python's: matmul, truediv, softmax."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", None) if node.op == "call_function" else None
+
+
+def changes_in_place(name: str) -> bool:
+    """Whether a call of this name changes its first argument: ``masked_fill_``, ``+=``."""
+    return name in IN_PLACE or name.strip("_") in IN_PLACE or (name.endswith("_") and not name.startswith("__"))
+
+
+def read_size(size: Any) -> int:
+    """A size as a number, without a promise that it stays that."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _find_input(node: Node) -> Any:
+    """What an input of the graph stands for; None where Dynamo does not say."""
+    return getattr(node.meta.get("grapharg"), "example", None)

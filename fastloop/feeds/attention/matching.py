@@ -1,0 +1,399 @@
+"""Attention written out by hand, found in a captured graph: what is multiplied, scaled, masked and dropped.
+
+Read from a softmax outwards: back to the product of queries and keys, on to the product with the values. What lies
+between is named by what it does, so that it does not matter how it was written (``@``, einsum, baddbmm, in place).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from fastloop.feeds.attention.constants import Constants, Unknown, name_of, read_size
+
+PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
+CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")
+NEVER = -1e4
+"""What is added to a score, or put in its place, so that its weight is 0; GPT-2's own code has this number."""
+
+
+class NoMatch(Exception):
+    """This is no attention that one call can take the place of; the text says why."""
+
+
+@dataclass
+class Found:
+    """One attention. Tensors as nodes: query [.., Q, D], key [.., K, D], value [.., K, E], result [.., Q, E]."""
+
+    query: Node
+    key: Node
+    value: Node
+    result: Node
+    order: tuple[int, ...] | None = None
+    """How the result's dimensions are then permuted."""
+    scale: float = 1.0
+    scale_by: list[tuple[Node, bool]] = field(default_factory=list)
+    """Tensors that the query is multiplied by, or divided (True)."""
+    causal: bool = False
+    stale: list[Node] = field(default_factory=list)
+    """Masks that said no more than `causal` does."""
+    allowed: list[Node] = field(default_factory=list)
+    """Boolean masks, True where a score counts."""
+    barred: list[Node] = field(default_factory=list)
+    """Boolean masks, True where a score does not count."""
+    added: list[tuple[Node, bool]] = field(default_factory=list)
+    """Tensors that are added to the scores, or taken off (True)."""
+    dropout: float | Node = 0.0
+    """Its rate: a node where Dynamo has seen several rates and made it an input."""
+    between: list[Node] = field(default_factory=list)
+    """What falls away, from the result back."""
+
+
+def find_attention(softmax: Node, constants: Constants) -> Found:
+    """Read the attention around a softmax. New nodes that only reorder dimensions are put into its graph.
+
+    Raises:
+        NoMatch: there is none, or none that one call computes.
+    """
+    _check_dim(softmax)
+    result, weights, dropout, after = _follow_weights(softmax)
+    steps, before = _trace_back(_argument(softmax, 0, "input"))
+    product = before[-1] if before else None
+    if product is None:
+        raise NoMatch("its softmax is not taken of a product of queries and keys")
+    found = _read_products(product, result, weights)
+    found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
+    _check_types(product, found)
+    _read_steps(steps, found, constants)
+    _find_causal(found, product, constants)
+    return found
+
+
+# -- from the softmax on ------------------------------------------------------------------------------------------
+
+
+def _check_dim(softmax: Node) -> None:
+    scores = _example(softmax)
+    dim = _argument(softmax, 1, "dim")
+    if not isinstance(dim, int) or dim not in (-1, scores.dim() - 1):
+        raise NoMatch("its softmax is not taken over the last dimension")
+    if not 2 <= scores.dim() <= 4:
+        raise NoMatch(f"its scores have {scores.dim()} dimensions")
+
+
+def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
+    """The product with the values, the weights as they go into it, their dropout, and all nodes from there back."""
+    weights, dropout, passed = softmax, cast(Any, 0.0), list[Node]()
+    while True:
+        users = list(weights.users)
+        if len(users) != 1:
+            raise NoMatch("its weights are used elsewhere, too")
+        user, name = users[0], name_of(users[0])
+        passed.append(user)
+        if name in PRODUCTS:
+            return user, weights, dropout, passed
+        if name == "dropout":
+            rate, on = _argument(user, 1, "p", 0.5), _argument(user, 2, "training", True)
+            if not isinstance(on, bool) or dropout:
+                raise NoMatch("its weights are dropped twice, or by a switch that the graph computes")
+            dropout = rate if on else 0.0
+        elif name not in CASTS and not _swaps(user):
+            raise NoMatch(f"its weights go through {name}")
+        weights = user
+
+
+# -- back to the product ------------------------------------------------------------------------------------------
+
+
+def _trace_back(node: Any) -> tuple[list[tuple[str, Node, Any]], list[Node]]:
+    """What is done to the scores, first things first, as (what, node, by); and the nodes, back to the product.
+
+    Raises:
+        NoMatch: nothing leads to a product, or a value on the way is used elsewhere.
+    """
+    if not isinstance(node, Node) or not isinstance(node.meta.get("example_value"), torch.Tensor):
+        raise NoMatch("its softmax is not taken of a product of queries and keys")
+    if len(node.users) != 1:
+        raise NoMatch("its scores are used elsewhere, too")
+    name = name_of(node) or ""
+    if name in PRODUCTS:
+        by = (_argument(node, 0, "input"), _argument(node, 3, "beta", 1)) if name == "baddbmm" else None
+        steps = [] if by is None else [("scale", node, _argument(node, 4, "alpha", 1)), ("baddbmm", node, by)]
+        return steps, [node]
+    problem = NoMatch(f"its scores go through {name or node.op}")
+    for what, inner, by in _read_step(name, node):
+        try:
+            steps, nodes = _trace_back(inner)
+        except NoMatch as error:
+            problem = error if problem.args[0].startswith("its scores go through") else problem
+            continue
+        return [*steps, (what, node, by)], [node, *nodes]
+    raise problem
+
+
+def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
+    """How a node may be read: what it does to the scores, which argument these are, and by what it does it."""
+    first, second = _argument(node, 0, "input"), _argument(node, 1, "other")
+    plain = name.strip("_").removeprefix("i") if name.strip("_").startswith("i") else name.strip("_")
+    if name in CASTS:
+        return [("cast", first, None)]
+    if plain in ("mul", "multiply"):
+        return [("scale", first, second), ("scale", second, first)]
+    if plain in ("div", "truediv", "divide", "true_divide"):
+        return [("divide", first, second)]
+    if plain == "add" and _argument(node, 2, "alpha", 1) == 1:
+        return [("add", first, second), ("add", second, first)]
+    if plain == "sub" and _argument(node, 2, "alpha", 1) == 1:
+        return [("subtract", first, second)]
+    if plain == "masked_fill":
+        return [("bar", first, (_argument(node, 1, "mask"), _argument(node, 2, "value")))]
+    if name == "where":
+        chosen, other = _argument(node, 1, "input"), _argument(node, 2, "other")
+        mask = _argument(node, 0, "condition")
+        if node.op == "call_method":  # scores.where(mask, other)
+            return [("allow", first, (_argument(node, 1, "condition"), other))]
+        return [("allow", chosen, (mask, other)), ("bar", other, (mask, chosen))]
+    return []
+
+
+def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Constants) -> None:
+    """Put what is done to the scores, in its order, into the terms of one call."""
+    for what, _node, by in steps:
+        number = _read_number(by, constants)
+        if what == "baddbmm":
+            added, beta = by
+            if (beta := _read_number(beta, constants)) != 0:
+                if beta != 1:
+                    raise NoMatch("its baddbmm adds a multiple")
+                found.added.append((added, False))
+        elif what in ("scale", "divide"):
+            if found.added:
+                raise NoMatch("its scores are scaled after something was added to them")
+            if number is not None:
+                found.scale *= number if what == "scale" else 1 / number
+            elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
+                found.scale_by.append((by, what == "divide"))
+            else:
+                raise NoMatch("its scores are scaled one by one")
+        elif what in ("add", "subtract"):
+            if number is None:
+                found.added.append((by, what == "subtract"))
+        elif what in ("bar", "allow"):
+            mask, value = by
+            fill = _read_number(value, constants)
+            if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
+                raise NoMatch("what it puts in place of masked scores is no large negative number")
+            (found.barred if what == "bar" else found.allowed).append(mask)
+    if found.scale <= 0:
+        raise NoMatch("its scale is not positive")
+
+
+def _read_number(value: Any, constants: Constants) -> float | None:
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, Node):
+        return None
+    try:
+        value = constants.evaluate(value)
+    except Unknown:
+        return None
+    if isinstance(value, torch.Tensor):
+        filled = value.numel() > 0 and bool((value == value.flatten()[0]).all())
+        return float(value.flatten()[0]) if filled else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _find_causal(found: Found, product: Node, constants: Constants) -> None:
+    """Leave masks out where all that they say is that a query sees itself and what came before: the call knows that."""
+    scores = _example(product)
+    size = read_size(scores.shape[-1])
+    if read_size(scores.shape[-2]) != size:
+        return
+    varies = any(isinstance(each, torch.SymInt) for each in scores.shape[-2:])
+
+    def reads(mask: Node, means: str) -> bool:
+        sides = [max(each.shape) for each in constants.list_buffers(mask) if each.dim()]
+        tried = [size, max([*sides, size + 1])] if varies else [size]
+        return all(_is_causal(_evaluate(mask, {size: side}, constants), side, means) for side in tried)
+
+    taken = {False: "added", True: "taken"}
+    masks: list[tuple[Node, str]] = [(mask, "allowed") for mask in found.allowed]
+    masks += [(mask, "barred") for mask in found.barred]
+    masks += [(each, taken[negated]) for each, negated in found.added]
+    if masks and all(reads(mask, means) for mask, means in masks):
+        found.causal, found.stale = True, [mask for mask, _ in masks]
+        found.allowed, found.barred, found.added = [], [], []
+
+
+def _evaluate(mask: Node, sizes: dict[int, int], constants: Constants) -> Any:
+    try:
+        return constants.evaluate(mask, sizes)
+    except Unknown:
+        return None
+
+
+def _is_causal(mask: Any, size: int, means: str) -> bool:
+    if not isinstance(mask, torch.Tensor) or mask.numel() != size * size or mask.shape[-2:] != (size, size):
+        return False
+    mask = mask.reshape(size, size)
+    if means in ("added", "taken"):
+        mask = mask if means == "added" else -mask
+        if not bool(((mask == 0) | (mask <= NEVER)).all()):
+            return False
+        mask = mask == 0
+    past = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
+    return mask.dtype == torch.bool and bool((mask == (~past if means == "barred" else past)).all())
+
+
+# -- the two products ---------------------------------------------------------------------------------------------
+
+
+def _read_products(product: Node, result: Node, weights: Node) -> Found:
+    graph: Graph = product.graph
+    with graph.inserting_before(product):
+        query, key = _read_einsum_scores(product) if name_of(product) == "einsum" else _read_scores(product)
+    with graph.inserting_before(result):
+        value, order = (
+            _read_einsum_result(result, weights) if name_of(result) == "einsum" else _read_result(result, weights)
+        )
+    return Found(query=query, key=key, value=value, result=result, order=order)
+
+
+def _read_scores(product: Node) -> tuple[Node, Node]:
+    at = 1 if name_of(product) == "baddbmm" else 0
+    left, right = product.args[at : at + 2]
+    _check_batches(left, right)
+    assert isinstance(right, Node)
+    key = product.graph.call_method("transpose", (right, -2, -1))
+    key.meta["example_value"] = _example(right).transpose(-2, -1)
+    return left, key  # type: ignore[return-value]
+
+
+def _read_result(result: Node, weights: Node) -> tuple[Node, tuple[int, ...] | None]:
+    if name_of(result) == "baddbmm":
+        raise NoMatch("its result is added to something in the same call")
+    left, right = result.args[:2]
+    _check_batches(left, right)
+    swapped = _count_swaps(weights) % 2 == 1
+    if (left is weights) == swapped or (left is not weights and right is not weights):
+        raise NoMatch("its weights are multiplied from the other side")
+    value = right if left is weights else left
+    assert isinstance(value, Node)
+    if not swapped:
+        return value, None
+    dims = _example(value).dim()
+    back = result.graph.call_method("transpose", (value, -2, -1))
+    back.meta["example_value"] = _example(value).transpose(-2, -1)
+    return back, (*range(dims - 2), dims - 1, dims - 2)
+
+
+def _check_batches(left: Any, right: Any) -> None:
+    a, b = _example(left), _example(right)
+    if a.dim() != b.dim() or a.dim() < 2 or tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
+        raise NoMatch("one of its products spreads heads or samples over others")
+
+
+def _read_einsum_scores(product: Node) -> tuple[Node, Node]:
+    (first, second), out, operands = _parse_einsum(product)
+    *batch, query, key = list(out)
+    of_query, of_key = (first, second) if query in first else (second, first)
+    nodes = operands if query in first else operands[::-1]
+    inner = [letter for letter in of_query if letter in of_key and letter not in batch]
+    if len(inner) != 1 or query in of_key or key in of_query or len({*out, *inner}) != len(out) + 1:
+        raise NoMatch("its einsum is no product of queries and keys")
+    return (
+        _permute(nodes[0], of_query, [*batch, query, *inner]),
+        _permute(nodes[1], of_key, [*batch, key, *inner]),
+    )
+
+
+def _read_einsum_result(result: Node, weights: Node) -> tuple[Node, tuple[int, ...] | None]:
+    (first, second), out, operands = _parse_einsum(result)
+    if _count_swaps(weights) % 2 or weights not in operands:
+        raise NoMatch("its weights are turned around before an einsum")
+    of_weights, of_value = (first, second) if operands[0] is weights else (second, first)
+    node = operands[1] if operands[0] is weights else operands[0]
+    *batch, query, key = list(of_weights)
+    width = [letter for letter in of_value if letter not in of_weights]
+    plain = [*batch, query, *width]
+    if len(width) != 1 or query in of_value or key in out or sorted(plain) != sorted(out):
+        raise NoMatch("its einsum is no product of weights and values")
+    order = tuple(plain.index(letter) for letter in out)
+    return _permute(node, of_value, [*batch, key, *width]), order if out != "".join(plain) else None
+
+
+def _parse_einsum(node: Node) -> tuple[tuple[str, str], str, list[Node]]:
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    parts = str(equation).replace(" ", "").replace("->", ",").split(",")
+    if (
+        not isinstance(equation, str)
+        or len(operands) != 2
+        or len(parts) != 3
+        or "." in equation
+        or "->" not in equation
+    ):
+        raise NoMatch("its einsum is no product of two tensors")
+    if any(len(set(part)) != len(part) for part in parts):
+        raise NoMatch("its einsum takes a diagonal")
+    return (parts[0], parts[1]), parts[2], operands  # type: ignore[return-value]
+
+
+def _permute(node: Node, letters: str, wanted: list[str]) -> Node:
+    if sorted(letters) != sorted(wanted):
+        raise NoMatch("one of its products spreads heads or samples over others")
+    if list(letters) == wanted:
+        return node
+    order = [letters.index(letter) for letter in wanted]
+    made = node.graph.call_method("permute", (node, *order))
+    made.meta["example_value"] = _example(node).permute(order)
+    return made
+
+
+def _check_types(product: Node, found: Found) -> None:
+    """One call computes in one type; autocast sees to that where it is on, as it does for the products."""
+    scores, out = _example(product).dtype, _example(found.result).dtype
+    given = {_example(each).dtype for each in (found.query, found.key, found.value)}
+    if given != {out} and scores != out:
+        raise NoMatch(f"its products are of several types: {scores} and {out}")
+
+
+def _count_swaps(node: Node) -> int:
+    """How often the weights were transposed between the softmax and here."""
+    count = 0
+    while name_of(node) != "softmax":
+        count += _swaps(node)
+        node = node.all_input_nodes[0]
+    return count
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a node transposes the last two dimensions."""
+    name = name_of(node)
+    if node.op == "call_function" and name == "getattr":
+        return node.args[1] == "mT"
+    if name not in ("transpose", "swapaxes", "swapdims", "permute"):
+        return False
+    dims = _example(node).dim()
+    given = node.args[1:] if len(node.args) > 2 else node.args[1]
+    if not isinstance(given, (tuple, list)) or not all(isinstance(each, int) for each in given):
+        return False
+    places = [each % dims for each in given]
+    if name == "permute":
+        return places == [*range(dims - 2), dims - 1, dims - 2]
+    return sorted(places) == [dims - 2, dims - 1]
+
+
+def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _example(node: Any) -> torch.Tensor:
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(example, torch.Tensor):
+        raise NoMatch("it has an argument that is no tensor")
+    return example

@@ -1,0 +1,123 @@
+"""A pass over captured graphs that puts one call of scaled_dot_product_attention in place of attention by hand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fastloop.feeds.attention.constants import Constants, name_of
+from fastloop.feeds.attention.matching import Found, NoMatch, find_attention
+
+ATTEND = torch.nn.functional.scaled_dot_product_attention
+UNSQUEEZES: dict[int, list[int]] = {4: [], 3: [1], 2: [0, 0]}
+"""Where dimensions of size 1 go, by how many there are: the first of three is that of samples and heads together."""
+
+
+class ReplaceAttention:
+    """The pass.
+
+    Args:
+        model: whose buffers, and tensors among its modules' attributes, are taken to stay as they are.
+
+    Attributes:
+        replaced: attentions replaced so far; causal: how many of them need no mask for that.
+        missed: why others were not, one reason each.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.replaced = self.causal = 0
+        self.missed: list[str] = []
+        self._model = model
+
+    def __call__(self, graph: GraphModule) -> GraphModule:
+        kept = frozenset(id(buffer) for buffer in self._model.buffers())
+        constants = Constants(graph, kept)
+        for node in [each for each in graph.graph.nodes if name_of(each) == "softmax"]:
+            before = set(graph.graph.nodes)
+            try:
+                found = find_attention(node, constants)
+            except NoMatch as reason:
+                self.missed.append(str(reason))
+                _erase(graph.graph, [each for each in graph.graph.nodes if each not in before])
+                continue
+            _replace(graph.graph, found)
+            self.replaced += 1
+            self.causal += found.causal
+        graph.recompile()
+        return graph
+
+
+def _replace(graph: Graph, found: Found) -> None:
+    result = found.result
+    dims = result.meta["example_value"].dim()
+    with graph.inserting_before(result):
+        query, mask = _scale(graph, found), _make_mask(graph, found)
+        settings: dict[str, Any] = {"dropout_p": found.dropout, "is_causal": found.causal, "scale": found.scale}
+        if mask is not None:
+            settings["attn_mask"] = _spread(graph, mask, _count_dims(found), dims)
+        three = [_spread(graph, each, dims, dims) for each in (query, found.key, found.value)]
+        made = graph.call_function(ATTEND, tuple(three), settings)
+        for place in UNSQUEEZES[dims]:
+            made = graph.call_method("squeeze", (made, place))
+        if found.order is not None:
+            made = graph.call_method("permute", (made, *found.order))
+        if any(name_of(user) in ("view", "as_strided") for user in result.users):
+            made = graph.call_method("contiguous", (made,))  # as the result of a product is
+    made.meta["example_value"] = result.meta["example_value"]
+    result.replace_all_uses_with(made)
+    _erase(graph, found.between[::-1])
+    while found.stale:
+        mask = found.stale.pop()
+        if not mask.users and mask.op != "placeholder":
+            found.stale += mask.all_input_nodes
+            graph.erase_node(mask)
+
+
+def _scale(graph: Graph, found: Found) -> Node:
+    query = found.query
+    for node, divides in found.scale_by:
+        scaled = graph.call_function(torch.div if divides else torch.mul, (query, node))
+        query = graph.call_method("to", (scaled, found.query.meta["example_value"].dtype))
+    return query
+
+
+def _make_mask(graph: Graph, found: Found) -> Node | None:
+    """One mask of all: boolean where none is added to the scores, else in the type of the result."""
+    terms = [*found.allowed, *(graph.call_function(torch.logical_not, (each,)) for each in found.barred)]
+    allowed = functools.reduce(lambda a, b: graph.call_function(torch.logical_and, (a, b)), terms) if terms else None
+    if not found.added:
+        return allowed
+    terms = [graph.call_function(torch.neg, (each,)) if negated else each for each, negated in found.added]
+    added = functools.reduce(lambda a, b: graph.call_function(torch.add, (a, b)), terms)
+    added = graph.call_method("to", (added, found.result.meta["example_value"].dtype))
+    if allowed is None:
+        return added
+    return graph.call_function(torch.where, (allowed, added, -math.inf))
+
+
+def _spread(graph: Graph, node: Node, own: int, dims: int) -> Node:
+    """As [samples, heads, .., ..], the one form that every kernel takes.
+
+    Args:
+        own: dimensions of the node; dims: those of the scores.
+    """
+    for place in [*[0] * (dims - own), *UNSQUEEZES[dims]]:
+        node = graph.call_method("unsqueeze", (node, place))
+    return node
+
+
+def _count_dims(found: Found) -> int:
+    """Of all masks together."""
+    masks = [*found.allowed, *found.barred, *(each for each, _ in found.added)]
+    return max(int(each.meta["example_value"].dim()) for each in masks)
+
+
+def _erase(graph: Graph, nodes: list[Node]) -> None:
+    """Take nodes out, the last first, that nobody uses."""
+    for node in reversed(nodes):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,166 @@
+"""Parts of pictures resized, mirrored and made floats on a CUDA device by three Triton kernels: weights and two passes.
+
+The numbers are those of `resizing`, which is also what runs elsewhere: weights in double precision that become whole
+numbers, and bytes between the passes. So the bits are the same. A kernel takes each part as large as it is, where
+tensor operations take all as large as the largest.
+"""
+# Triton's language has no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from fastloop.feeds.device_store.draws import Numbers
+from fastloop.feeds.device_store.resizing import BITS, is_vertical_first, send
+
+BLOCK = 512
+"""Pixels that one program makes, in all three channels."""
+POSITIONS = 128
+"""Whose weights one program makes."""
+TOLD = tl.constexpr(12)
+"""Numbers that programs are told of each image."""
+HALF, ONE = tl.constexpr(1 << (BITS - 1)), tl.constexpr(float(1 << BITS))
+
+
+def resize_parts(
+    pixels: torch.Tensor,
+    starts: Numbers,
+    heights: Numbers,
+    widths: Numbers,
+    parts: Numbers,
+    mirrored: Numbers,
+    size: tuple[int, int],
+    table: torch.Tensor,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    """Images [B, 3, *size], as `resizing.resize_parts` makes them, mirrored where that is so and then looked up.
+
+    Args:
+        mirrored: which images, bool [B].
+        table: what becomes of each byte, [3, 256].
+        memory_format: of the images.
+    """
+    top, left, part_heights, part_widths = parts.T
+    upright = is_vertical_first(part_heights, part_widths, size)
+    # Between the passes: bytes [3, rows, columns] of each image.
+    between = np.where(upright, size[0] * part_widths, size[1] * part_heights)
+    halves = np.cumsum(3 * between)
+    # Of each image and side, int32 [1 + taps, side]: the first pixel that each is made of, and the weights from there.
+    taps = (
+        np.stack([2 * np.maximum(part_heights / size[0], 1), 2 * np.maximum(part_widths / size[1], 1)]).astype(int) + 2
+    )
+    ends = np.cumsum((1 + taps) * np.array(size)[:, None]).reshape(taps.shape)
+    begins = ends - (1 + taps) * np.array(size)[:, None]
+    told = [starts + top * widths + left, widths, heights * widths, part_heights, part_widths, upright, mirrored]
+    told += [halves - 3 * between, *begins, *taps]
+    sent = send(np.stack(told, axis=1).astype(np.int64), pixels.device)
+    half, weights = pixels.new_empty(int(halves[-1])), sent.new_empty(int(ends[-1, -1]), dtype=torch.int32)
+    made = torch.empty(len(parts), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
+    strides = made.stride()[1], made.stride()[3]
+    # A product and a sum that are rounded once, together, would give other weights than Pillow's.
+    _weigh[len(parts), 2, triton.cdiv(max(size), POSITIONS)](weights, sent, *size, POSITIONS, enable_fp_fusion=False)
+    _pass_first[len(parts), triton.cdiv(int(between.max()), BLOCK)](pixels, half, weights, sent, *size, BLOCK)
+    _pass_second[len(parts), triton.cdiv(size[0] * size[1], BLOCK)](
+        half, made, *strides, table, weights, sent, *size, BLOCK
+    )
+    return made
+
+
+@triton.jit
+def _weigh(weights, told, height, width, POSITIONS: tl.constexpr):
+    told += tl.program_id(0) * TOLD
+    side = tl.program_id(1)  # 0: rows are made of rows; 1: columns of columns
+    length, size = tl.load(told + 3 + side), tl.where(side == 0, height, width)
+    weights, taps = weights + tl.load(told + 8 + side), tl.load(told + 10 + side)
+    position = tl.program_id(2) * POSITIONS + tl.arange(0, POSITIONS)
+    inside = position < size
+    scale = length.to(tl.float64) / size
+    support = tl.maximum(scale, 1.0)
+    center = (position.to(tl.float64) + 0.5) * scale
+    first = tl.maximum((center - support + 0.5).to(tl.int32), 0)
+    count = tl.minimum((center + support + 0.5).to(tl.int32), length) - first
+    tl.store(weights + position, first, mask=inside)
+    total = tl.where(inside, 0.0, 1.0).to(tl.float64)
+    tap = 0
+    while tap < taps:  # not `for`, which Triton's interpreter cannot do under NumPy 2.4
+        total += _weigh_tap(tap, first, count, center, support)
+        tap += 1
+    tap = 0
+    while tap < taps:
+        weight = _weigh_tap(tap, first, count, center, support) / total * ONE + 0.5
+        tl.store(weights + (1 + tap) * size + position, weight.to(tl.int32), mask=inside)
+        tap += 1
+
+
+@triton.jit
+def _weigh_tap(tap, first, count, center, support):
+    """Not yet divided by the sum of all."""
+    distance = (tap + first).to(tl.float64) - center + 0.5
+    return tl.where(tap < count, tl.maximum(1.0 - tl.abs(distance * (1.0 / support)), 0.0), 0.0)
+
+
+@triton.jit
+def _pass_first(pixels, half, weights, told, height, width, BLOCK: tl.constexpr):
+    told += tl.program_id(0) * TOLD
+    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
+    upright = tl.load(told + 5) != 0
+    plane, columns = tl.where(upright, height * part_width, part_height * width), tl.where(upright, part_width, width)
+    if tl.program_id(1) * BLOCK < plane:
+        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        source, stride = pixels + tl.load(told), tl.load(told + 1).to(tl.int32)
+        row, column = place // columns, place % columns
+        red, green, blue = _sum_taps(
+            source, tl.load(told + 2), stride, row, column, place < plane, weights, told, height, width, upright
+        )
+        target = half + tl.load(told + 7) + place
+        tl.store(target, red.to(tl.uint8), mask=place < plane)
+        tl.store(target + plane, green.to(tl.uint8), mask=place < plane)
+        tl.store(target + 2 * plane, blue.to(tl.uint8), mask=place < plane)
+
+
+@triton.jit
+def _pass_second(half, made, channel, step, table, weights, told, height, width, BLOCK: tl.constexpr):
+    image = tl.program_id(0).to(tl.int64)
+    told += image * TOLD
+    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
+    upright, mirrored = tl.load(told + 5) != 0, tl.load(told + 6) != 0
+    plane = height * width
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = place // width, place % width
+    column = tl.where(mirrored, width - 1 - column, column)
+    stride = tl.where(upright, part_width, width)
+    source, source_plane = half + tl.load(told + 7), stride * tl.where(upright, height, part_height)
+    red, green, blue = _sum_taps(
+        source, source_plane, stride, row, column, place < plane, weights, told, height, width, upright == 0
+    )
+    target = made + image * 3 * plane + place * step
+    tl.store(target, tl.load(table + red), mask=place < plane)
+    tl.store(target + channel, tl.load(table + 256 + green), mask=place < plane)
+    tl.store(target + 2 * channel, tl.load(table + 512 + blue), mask=place < plane)
+
+
+@triton.jit
+def _sum_taps(source, plane, stride, row, column, inside, weights, told, height, width, vertical):
+    """Bytes of three channels, as int32: sums over pixels of a column where `vertical`, else of a row."""
+    side = tl.where(vertical, 0, 1)
+    size, taps = tl.where(vertical, height, width), tl.load(told + 10 + side)
+    weights += tl.load(told + 8 + side) + tl.where(vertical, row, column)
+    first = tl.load(weights, mask=inside, other=0)
+    pixel = source + tl.where(vertical, first * stride + column, row * stride + first)
+    red = first * 0 + HALF
+    green, blue = red, red
+    tap = 0
+    while tap < taps:
+        weights += size
+        weight = tl.load(weights, mask=inside, other=0)
+        there = weight != 0  # beyond the last pixel it is 0
+        red += tl.load(pixel, mask=there, other=0).to(tl.int32) * weight
+        green += tl.load(pixel + plane, mask=there, other=0).to(tl.int32) * weight
+        blue += tl.load(pixel + 2 * plane, mask=there, other=0).to(tl.int32) * weight
+        pixel += tl.where(vertical, stride, 1)
+        tap += 1
+    return red >> 22, green >> 22, blue >> 22

@@ -1,0 +1,1 @@
+"""The loss over a large vocabulary."""

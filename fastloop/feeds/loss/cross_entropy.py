@@ -1,0 +1,206 @@
+"""Cross-entropy over many classes, in two kernels that read and write the logits once each.
+
+PyTorch's own casts 16-bit logits to float32, keeps their log-softmax for the backward and writes three gradients as
+large: of GPT-2's logits, 6.6 GB in bfloat16 for 65,536 tokens, some 130 GB go through memory. Here the forward keeps
+one number a row, and the backward writes the gradient of the logits, in rows whose length matrix products like.
+
+Source: https://arxiv.org/abs/2410.10989 (Liger), which computes the same by kernels of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fastloop.errors import let_through
+
+FEWEST_CLASSES = 8192
+ROW_MULTIPLE = 64
+"""Elements: rows of matrices whose length in memory is no multiple of 16 bytes make products slow."""
+CHECKED_ROWS = 64
+CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
+"""Largest relative deviation of the gradient of the first rows."""
+
+
+def find_large(model: torch.nn.Module) -> int:
+    """Rows of the largest matrix among the parameters, if they can be the classes of such a loss; else 0."""
+    rows = max((each.shape[0] for each in model.parameters() if each.dim() == 2), default=0)
+    return rows if rows >= FEWEST_CLASSES else 0
+
+
+class LargeCrossEntropy:
+    """Takes the place of ``torch.nn.functional.cross_entropy`` for calls with many classes; others pass through.
+
+    The first call is checked: loss and gradient of its first rows against PyTorch's own. What deviates, or fails, ends
+    this, and PyTorch's own runs from there.
+
+    Args:
+        compiles: by Inductor; else plain PyTorch, which reads the logits more often.
+        pads: the gradient's rows to a multiple of 64 elements in memory. Its shape stays.
+
+    Attributes:
+        calls: that ran so; classes: of the last one; row: elements from one row of its gradient to the next.
+        deviation: of the first call's gradient; failure: why it ended; passed: why another large call passed through.
+    """
+
+    def __init__(self, *, compiles: bool, pads: bool) -> None:
+        self.pads = pads
+        self.calls = self.classes = self.row = 0
+        self.deviation: float | None = None
+        self.failure = self.passed = ""
+        self._reduce: Callable[..., tuple[Tensor, Tensor]] = reduce_rows
+        self._spread: Callable[..., None] = write_gradient
+        if compiles:
+            self._reduce, self._spread = torch.compile(reduce_rows), torch.compile(write_gradient)
+
+    @contextlib.contextmanager
+    def put_in(self) -> Iterator[None]:
+        """While this lasts, ``cross_entropy`` is this one wherever it is taken from ``torch.nn.functional``."""
+        home: Any = torch.nn.functional
+        usual = home.cross_entropy
+
+        @functools.wraps(usual)
+        def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if is_compiling():  # in one graph with the rest, where Inductor sees all of it
+                return usual(input, target, *args, **kwargs)  # type: ignore[no-any-return]
+            found = self._compute(usual, input, target, *args, **kwargs)
+            return usual(input, target, *args, **kwargs) if found is None else found
+
+        home.cross_entropy = cross_entropy
+        try:
+            yield
+        finally:
+            if home.cross_entropy is cross_entropy:
+                home.cross_entropy = usual
+
+    def _compute(
+        self,
+        usual: Callable[..., Tensor],
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor | None:
+        """The loss; None where the call is none for this."""
+        if self.failure or type(logits) is not Tensor or logits.dim() < 2 or logits.shape[1] < FEWEST_CLASSES:
+            return None
+        rows = logits.movedim(1, -1)  # [samples, tokens, classes], where the user turned that around
+        plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+        plain &= rows.is_contiguous() and target.dim() == rows.dim() - 1 and not target.is_floating_point()
+        if not plain or logits.dtype not in CLOSE:
+            self.passed = "it has class weights, label smoothing, probabilities as targets, or logits out of order"
+            return None
+        try:
+            given = rows.flatten(0, -2), target.flatten()
+            losses: Tensor = _CrossEntropy.apply(*given, ignore_index, self, usual)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._fail(error)
+            return None
+        if self.failure:
+            return None
+        self.calls += 1
+        self.classes = logits.shape[1]
+        if reduction != "none":
+            losses = losses.sum() / (target != ignore_index).sum() if reduction == "mean" else losses.sum()
+        else:
+            losses = losses.view_as(target)
+        return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
+
+    def run_forward(self, usual: Any, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        """Losses [rows] and the logarithms of the sums [rows], float32 or wider."""
+        for each in (logits, target):
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+        losses, sums = self._reduce(logits, target, ignore_index)
+        if self.deviation is None:
+            few = slice(CHECKED_ROWS)
+            expected = usual(logits[few].to(sums.dtype), target[few], ignore_index=ignore_index, reduction="none")
+            self._compare(losses[few], expected, logits.dtype)
+        return losses, sums
+
+    def run_backward(
+        self, usual: Any, logits: Tensor, target: Tensor, sums: Tensor, scale: Tensor, ignore_index: int
+    ) -> Tensor:
+        """The gradient [rows, classes] of the logits; `scale` [rows]: of the losses."""
+        rows, classes = logits.shape
+        width = -(-classes // ROW_MULTIPLE) * ROW_MULTIPLE if self.pads else classes
+        gradient = logits.new_empty((rows, width))[:, :classes]
+        spread = write_gradient if self.failure else self._spread
+        try:
+            for each in (logits, target, sums, scale, gradient):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+            spread(logits, target, sums, scale, gradient, ignore_index)
+        except Exception as error:
+            self._fail(error)
+            write_gradient(logits, target, sums, scale, gradient, ignore_index)
+        if not self.row:
+            few = slice(CHECKED_ROWS)
+            with torch.enable_grad():
+                some = logits[few].detach().to(sums.dtype).requires_grad_()
+                losses = usual(some, target[few], ignore_index=ignore_index, reduction="none")
+                (expected,) = torch.autograd.grad(losses, [some], [scale[few].to(losses.dtype)])
+            self._compare(gradient[few], expected, logits.dtype)
+            if self.failure:
+                write_gradient(logits, target, sums, scale, gradient, ignore_index)
+        self.row = width
+        return gradient
+
+    def _compare(self, got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+        apart = (got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+        self.deviation = max(float(apart), self.deviation or 0.0)
+        if not self.deviation <= CLOSE[dtype] and not self.failure:
+            self.failure = f"the first rows deviate by {self.deviation:.2g} from PyTorch's own cross_entropy"
+
+    def _fail(self, error: Exception) -> None:
+        let_through(error)
+        self.failure = self.failure or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses [rows] of logits [rows, classes] and targets [rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, owner: Any, usual: Any) -> Tensor:
+        losses, sums = owner.run_forward(usual, logits, target, ignore_index)
+        ctx.save_for_backward(logits, target, sums)
+        ctx.owner, ctx.usual, ctx.ignore_index = owner, usual, ignore_index
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        logits, target, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody differentiates the gradient: by operations that can be
+            losses = ctx.usual(logits.to(sums.dtype), target, ignore_index=ctx.ignore_index, reduction="none")
+            (gradient,) = torch.autograd.grad(losses, [logits], [scale.to(losses.dtype)], create_graph=True)
+        else:
+            gradient = ctx.owner.run_backward(ctx.usual, logits, target, sums, scale.contiguous(), ctx.ignore_index)
+        return gradient, None, None, None, None
+
+
+def reduce_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Losses [rows], 0 where the target is ignored, and log-sum-exp [rows], in float32 or wider."""
+    kept = target != ignore_index
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sums = torch.logsumexp(wide, dim=1)
+    chosen = logits.gather(1, torch.where(kept, target, 0).unsqueeze(1)).squeeze(1).to(wide.dtype)
+    return torch.where(kept, sums - chosen, 0.0), sums
+
+
+def write_gradient(
+    logits: Tensor, target: Tensor, sums: Tensor, scale: Tensor, gradient: Tensor, ignore_index: int
+) -> None:
+    """softmax - one-hot, times each row's scale, into `gradient`, whose rows may lie apart."""
+    places = torch.arange(logits.shape[1], device=logits.device)
+    weights = torch.exp(logits.to(sums.dtype) - sums.unsqueeze(1))
+    weights = weights - (places == target.unsqueeze(1)).to(sums.dtype)
+    kept = torch.where(target != ignore_index, scale, 0.0)
+    gradient.copy_(weights * kept.unsqueeze(1))

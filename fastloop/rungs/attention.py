@@ -1,0 +1,147 @@
+"""Run attention in one fused kernel (scaled_dot_product_attention) where it is written out by hand.
+
+Faster because  a fused kernel never writes the scores [tokens, tokens] to memory, and a causal one skips half of them.
+Costs           a second to capture each kind of attention module; rounding, and other random numbers for dropout.
+Don't use when  masks kept in buffers change during training, or rows that a mask bars entirely count in the loss.
+Evidence        attentions replaced in captured graphs, and the calls that ran them; Hugging Face models switched
+Source          https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastloop.errors import NotApplicable
+from fastloop.records.card import DEVICE, Card
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.readings import attends_by_hand, on_gpu
+
+ORDERS = {
+    "flash": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
+    "cudnn": ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
+    "efficient": ("EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION", "MATH"),
+}
+"""Kernels by what is asked for, the first that takes the call runs: not every one takes masks, or every head width."""
+
+CARD = Card(
+    family="compute",
+    does="a fused kernel computes attention and never writes its scores to memory",
+    evidence={"replaced": 0, "switched": 0},
+    answers={"attention": 1, "memory_bound": 0, "elementwise": 0, DEVICE: 0},
+    follows={"fp32_math": 0, "compute_bound": 0},
+    applies=lambda seen: on_gpu(seen) and attends_by_hand(seen),
+    plan_shows_refusal=True,
+)
+"""What other files know of this rung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """scaled_dot_product_attention in place of softmax(q @ k.T) @ v: found in captured graphs, by what is computed."""
+
+    enabled: bool = False
+    backend: Literal["auto", "flash", "cudnn", "efficient"] = "auto"
+    """The kernel that is asked first; auto = torch's own order."""
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for the replacement, or, where nothing is written by hand, for the order of kernels."""
+        if facts.compiled_by_user:
+            raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is compiled by you: its graphs are not ours")
+        if self.backend != "auto" and facts.device != "cuda":
+            raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
+        if not facts.attends_by_hand and not facts.attends_by_call:
+            raise NotApplicable("no module takes a softmax between two matrix products")
+        if not facts.attends_by_hand and self.backend == "auto":
+            ready = facts.attends_by_call[0]
+            raise NotApplicable(f"{ready} calls scaled_dot_product_attention already, and torch's own order stands")
+        action = Action(keys=("model.attention",), when="model", do=self._attend)
+        return Change(parity="approximate", evaluation=True, actions=(action,), rehearse="modules")
+
+    def _attend(self, site: Site) -> Applied:
+        from torch._dynamo.utils import counters
+
+        from fastloop.feeds.attention import candidates
+        from fastloop.feeds.attention.rewriting import ReplaceAttention
+        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
+
+        switched = candidates.switch_models(site.module)
+        inside = {id(each) for model in switched for each in model.modules()}
+        by_hand = {name: site.module.get_submodule(name) for name in candidates.list_candidates(site.module)}
+        by_hand = {name: module for name, module in by_hand.items() if id(module) not in inside}
+        replace = ReplaceAttention(site.module)
+        codes: dict[Any, Any] = {}
+        how: Any = {"mode": "eager", "dynamic": None, "passes": [replace]}
+        how |= {"changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
+        calls = [CompiledCall(module, name, codes, **how) for name, module in by_hand.items()]
+        undo = contextlib.ExitStack()
+        undo.enter_context(_order(self.backend))
+        for model in switched:
+            undo.callback(model.set_attn_implementation, "eager")
+        undo.callback(put_in(calls))
+        site.graph_passes.append(replace)
+        undo.callback(lambda: site.graph_passes.remove(replace) if replace in site.graph_passes else None)
+        before = counters["inductor"]["fuse_attention"]
+
+        def probe() -> Mapping[str, Any]:
+            ran = sum(budget.calls - budget.eager for call in calls for budget in call.budgets.values())
+            return {
+                "modules": len(calls),
+                "replaced": replace.replaced,
+                "causal": replace.causal,
+                "missed": list(dict.fromkeys(replace.missed)),
+                "calls": ran,
+                "switched": len(switched),
+                "by_inductor": counters["inductor"]["fuse_attention"] - before,
+                "failures": sum_up(calls)["failures"] if calls else [],
+            }
+
+        return Applied(undo=undo.close, probe=probe)
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when an attention was replaced in a graph, or a model switched."""
+        evidence = seen.evidence.get("attention", {})
+        if "replaced" not in evidence:
+            return Verdict(took=None, why="no step ran")
+        if evidence["failures"]:
+            return Verdict(took=False, why=f"fell back to what was written by hand: {evidence['failures'][0]}")
+        why = []
+        if count := evidence["replaced"]:
+            causal = f", {evidence['causal']} of them causal without a mask" if evidence["causal"] else ""
+            why.append(f"{count} attentions in captured graphs are one call each{causal}")
+        if count and (calls := evidence["calls"]):
+            why.append(f"{calls} calls of {evidence['modules']} modules ran so")
+        if switched := evidence["switched"]:
+            why.append(f"{switched} Hugging Face models run attention sdpa")
+        if fused := evidence["by_inductor"]:
+            why.append(f"Inductor fused {fused} by patterns of its own")
+        if took := bool(count or switched or fused):
+            why += [f"left as written: {reason}" for reason in evidence["missed"][:1]]
+        else:
+            what = evidence["missed"][0] if evidence["missed"] else "none was called, or its graph has no softmax"
+            why.append(f"no attention was replaced: {what}")
+        return Verdict(took=took, why="; ".join(why))
+
+
+@contextlib.contextmanager
+def _order(backend: str) -> Any:
+    """The kernels that are switched on, in the order asked for."""
+    if backend == "auto":
+        yield
+        return
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    flags: Any = torch.backends.cuda
+    is_on = {
+        "FLASH_ATTENTION": flags.flash_sdp_enabled(),
+        "CUDNN_ATTENTION": flags.cudnn_sdp_enabled(),
+        "EFFICIENT_ATTENTION": flags.mem_efficient_sdp_enabled(),
+        "MATH": flags.math_sdp_enabled(),
+    }
+    with sdpa_kernel([getattr(SDPBackend, name) for name in ORDERS[backend] if is_on[name]], set_priority=True):
+        yield

@@ -1,0 +1,91 @@
+"""Compute the cross-entropy over a large vocabulary in two kernels, with gradients whose rows are padded.
+
+Faster because  16-bit logits are read and written once each; PyTorch's own makes several float32 copies of them.
+Costs           seconds to compile both kernels once; rounding.
+Don't use when  the classes are few, or the loss has class weights or label smoothing (those pass through).
+Evidence        calls over a large vocabulary that ran so, and how far the first one was from PyTorch's own
+Source          https://arxiv.org/abs/2410.10989 (Liger Kernel, the same by kernels of its own)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.records.card import DEVICE, Card
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.readings import on_gpu, to_number
+
+CARD = Card(
+    family="compute",
+    does="the loss over a large vocabulary reads and writes the logits once each",
+    evidence={"calls": 0},
+    answers={"memory_bound": 3, "elementwise": 2, DEVICE: 5},
+    follows={"fp32_math": 4, "compute_bound": 2},
+    applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),
+    plan_shows_refusal=True,
+)
+"""What other files know of this rung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """torch.nn.functional.cross_entropy, for calls with 8,192 classes and more; parameters and shapes stay."""
+
+    enabled: bool = False
+    pad_vocabulary: Literal["auto"] | bool = "auto"
+    """Rows of the logits' gradient at a multiple of 64 elements from each other; auto = where they are not already."""
+    chunks: int = 1
+    """Pieces of the tokens. More than one comes in a later version."""
+
+    def __post_init__(self) -> None:
+        require_positive("loss.chunks", self.chunks, why="a loss has at least one piece", do="write 1")
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for the loss in place of PyTorch's; whether there is a large vocabulary shows on the model."""
+        if self.chunks > 1:
+            raise NotApplicable(
+                "chunks: your module makes the logits before the loss is called, and may look at them; pieces save"
+                " nothing then. In your own code, Liger's fused linear cross-entropy does it"
+            )
+        if not facts.classes:
+            raise NotApplicable("no layer has 8,192 outputs or more")
+        if facts.device == "cuda" and facts.compiler is None:
+            raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
+        action = Action(keys=("model.loss",), when="model", do=self._replace)
+        return Change(parity="approximate", evaluation=True, actions=(action,))
+
+    def _replace(self, site: Site) -> Applied:
+        from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
+
+        loss = LargeCrossEntropy(compiles=site.device.type == "cuda", pads=bool(self.pad_vocabulary))
+        undo = contextlib.ExitStack()
+        undo.enter_context(loss.put_in())
+
+        def probe() -> Mapping[str, Any]:
+            names = ("calls", "classes", "row", "deviation", "failure", "passed")
+            return {name: getattr(loss, name) for name in names}
+
+        return Applied(undo=undo.close, probe=probe)
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when calls with many classes ran so."""
+        evidence = seen.evidence.get("loss", {})
+        if "calls" not in evidence:
+            return Verdict(took=None, why="no step ran")
+        if evidence["failure"]:
+            return Verdict(took=False, why=f"PyTorch's own cross_entropy runs: {evidence['failure']}")
+        if not evidence["calls"]:
+            none = "none came from torch.nn.functional outside of compiled modules"
+            return Verdict(
+                took=False, why=f"no cross_entropy over a large vocabulary ran: {evidence['passed'] or none}"
+            )
+        why = f"{evidence['calls']} losses over {evidence['classes']:,} classes read and wrote the logits once each"
+        if evidence["row"] > evidence["classes"]:
+            why += f", their gradient in rows of {evidence['row']:,}"
+        return Verdict(took=True, why=f"{why}; the first deviated by {evidence['deviation']:.1g}")

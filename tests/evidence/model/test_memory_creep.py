@@ -1,0 +1,242 @@
+"""Memory that grows every step: planted leaks are named with their lines, what only looks like one is not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fastloop import FastLoop
+from fastloop.evidence.model import memory_creep
+from fastloop.evidence.model.memory_creep import MemoryLog, find_pace
+from tests.models import trainer
+
+MIB = 2**20
+EVERYTHING: list[torch.Tensor] = []
+
+
+# -- is there steady growth? ------------------------------------------------------------------------------------------
+
+
+def readings(size: Callable[[int], float]) -> list[tuple[int, int]]:
+    return [(step, int(size(step))) for step in range(20, 100)]
+
+
+@pytest.mark.parametrize(
+    ("size", "pace"),
+    [
+        (lambda step: 500 * MIB + step * MIB, MIB),
+        (lambda step: step * MIB + (step % 7) * 2 * MIB, MIB),
+        (lambda step: 500 * MIB, None),
+        (lambda step: 100 * MIB - step * MIB, None),
+        (lambda step: min(step, 60) * MIB, None),
+        (lambda step: (1 - 0.5 ** (step / 15)) * 900 * MIB, None),
+        (lambda step: step % 25 * MIB, None),
+        (lambda step: (step >= 50) * 400 * MIB, None),
+        (lambda step: step * 1000, None),
+    ],
+    ids=["steady", "uneven", "flat", "falling", "full cache", "warm-up", "cleared", "one jump", "too little"],
+)
+def test_only_steady_growth_creeps(size: Callable[[int], float], pace: float | None) -> None:
+    found = find_pace(readings(size), 4 * MIB)
+    assert found is None if pace is None else found == pytest.approx(pace, rel=0.1)
+    assert find_pace(readings(size)[:15], 4 * MIB) is None, "too few to tell"
+
+
+def test_a_long_fit_is_read_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(memory_creep.time, "monotonic", lambda: now[0])
+    log = MemoryLog(torch.device("cpu"))
+    for step in range(400_000):
+        log.tick(step, lambda: 0)
+        now[0] += 0.01
+    assert 1000 < len(log.readings[memory_creep.HOST]) < 2000, "over an hour"
+
+
+# -- fits with a leak, and without ------------------------------------------------------------------------------------
+
+
+class Net(L.LightningModule):
+    """One layer whose graph holds half a MiB for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1024)
+        self.kept: Any = []
+        self.total: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = torch.tanh(self.layer(batch[0]))
+        loss = (hidden**2).mean()
+        self.keep(hidden, loss)
+        return loss
+
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class KeepsGraphs(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        self.kept.append(loss)  # leak: graphs
+
+
+class KeepsTensors(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        self.kept.append({"hidden": hidden.detach()})  # leak: tensors
+
+
+class AddsUp(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        self.total = 0.9 * self.total + 0.1 * loss  # leak: sum
+
+
+class KeepsInAGlobal(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        EVERYTHING.append(hidden.detach())  # leak: global
+
+
+class Hears(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        self.logger.take(hidden)  # type: ignore[union-attr]
+
+
+class KeepingLogger(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[Any]] = {"hidden": []}
+
+    def take(self, hidden: torch.Tensor) -> None:
+        self.history["hidden"].append(hidden.detach())  # leak: logger
+
+
+class KeepsTheLast(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = deque(maxlen=90)
+
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        self.kept.append(hidden.detach())
+
+
+class Clears(KeepsTensors):
+    def on_train_epoch_end(self) -> None:
+        self.kept.clear()
+
+
+class HasItsOwn(Net):
+    """What was full when the training began grows no further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = [torch.zeros(1) for _ in range(500)]
+
+
+class Caching(Dataset[Any]):
+    """Keeps what it made, and has made all of it after an epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.made = size, dict[int, torch.Tensor]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.made:
+            self.made[index] = torch.ones(1024, 8) * index
+        return (self.made[index],)
+
+
+class Longer(Dataset[Any]):
+    """Samples that get longer and longer."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.ones(8 + 60 * index, 8),)
+
+
+SAMPLES = TensorDataset(torch.ones(12800, 8))
+
+
+@pytest.fixture(autouse=True)
+def read_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CPU fits")
+    monkeypatch.setattr(memory_creep, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(memory_creep, "TIMES_COST", 0)
+    monkeypatch.setattr(sys.modules[__name__], "EVERYTHING", [])
+
+
+def fit(module: Net, data: Any = None, *, batch_size: int = 128, logger: Any = False, epochs: int = 1) -> FastLoop:
+    loop = FastLoop({"watch": {"warmup_steps": 10}}, quiet=True)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    data = DataLoader(SAMPLES if data is None else data, batch_size=batch_size)
+    trainer(callbacks=[loop], max_epochs=epochs, logger=logger).fit(module, data)
+    return loop
+
+
+def line_of(leak: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{1 + next(i for i, line in enumerate(lines) if line.endswith(f'# leak: {leak}'))}"
+
+
+@pytest.mark.parametrize(
+    ("module", "leak", "keeper", "graphs"),
+    [
+        (KeepsGraphs, "graphs", "KeepsGraphs.kept", True),
+        (KeepsTensors, "tensors", "KeepsTensors.kept", False),
+        (AddsUp, "sum", "AddsUp.total", True),
+        (KeepsInAGlobal, "global", "the global EVERYTHING", False),
+        (Hears, "logger", "KeepingLogger.history", False),
+    ],
+)
+def test_a_leak_is_named_with_its_line(module: type[Net], leak: str, keeper: str, graphs: bool) -> None:
+    loop = fit(module(), logger=KeepingLogger() if module is Hears else False)
+    assert loop.measurement is not None
+    found = loop.measurement.evidence["memory"]
+    assert (found["name"], found["holds_graphs"]) == (keeper, graphs) and found["tensors"] in range(95, 106)
+    assert found["where"].endswith(line_of(leak)), found
+    if not graphs:  # backward has freed what was large
+        assert found["mib_per_1000_steps"] == pytest.approx(500, rel=0.2) and found["steps_left"] > 0
+    last = loop.findings[-1]
+    assert last.bottleneck == "memory_creep" and last.share_pct is None and f"({found['where']}): " in last.why
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "grows"),
+    [
+        (Net, None, False),
+        (KeepsTheLast, None, True),
+        (Clears, None, True),
+        (HasItsOwn, Caching(100), True),
+        (Net, Longer(), True),
+    ],
+    ids=["nothing kept", "bounded", "cleared", "a filling cache beside a full list", "growing shapes"],
+)
+def test_what_only_looks_like_a_leak_is_none(module: type[Net], data: Any, grows: bool) -> None:
+    seen: list[float | None] = []
+    find = memory_creep.find_pace
+
+    def spy(*arguments: Any) -> float | None:
+        seen.append(find(*arguments))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_creep, "find_pace", spy)
+        patch.setattr(memory_creep, "LEAST_MIB", 0.05)
+        loop = fit(module(), data, batch_size=128 if data is None else 1)
+    assert loop.measurement is not None and "memory" not in loop.measurement.evidence
+    assert not any(finding.bottleneck == "memory_creep" for finding in loop.findings)
+    assert len(seen) == 1 and (seen[0] is not None or not grows), "it grew, and was acquitted by who keeps the tensors"
