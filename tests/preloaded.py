@@ -14,15 +14,14 @@ Source: prctl(2), PR_SET_CHILD_SUBREAPER: a grandchild whose parent has ended be
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
-import io
 import json
 import logging
 import multiprocessing.util
@@ -31,7 +30,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -40,6 +38,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+_BECOME = Path(__file__).parents[1] / "fastloop/experiments/trials/become.py"
+_spec = importlib.util.spec_from_file_location("_become", _BECOME)  # without fastloop, which programs import anew
+assert _spec is not None and _spec.loader is not None
+become = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(become)
 PRELOADED = (
     "torch",
     "lightning.pytorch",
@@ -53,17 +56,6 @@ PRELOADED = (
 )
 """Imported by the server where they are installed; with what they import, nearly all of the seconds of a start."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
-READ_WHEN_LOADED = ("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "LC_", "LANG", "TORCH")
-"""Variables with these prefixes are read as Python and libraries are loaded; all but those of `READ_AGAIN`."""
-READ_AGAIN = (
-    "PYTHONPATH",
-    "PYTHONSAFEPATH",
-    "PYTHONUNBUFFERED",
-    "PYTHONDONTWRITEBYTECODE",
-    "TORCHELASTIC",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_NCCL",
-)
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Of the server and so of all it forks: other programs are executed."""
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -118,7 +110,7 @@ class Server:
                 pass_fds=(theirs.fileno(),),
                 preexec_fn=lambda: os.setpgid(0, 0),
             )
-        greeting = json.loads(_receive(ours)[0])
+        greeting = json.loads(become.receive(ours)[0])
         return cls(process, ours, greeting["environ"], greeting["roots"])
 
     @classmethod
@@ -133,7 +125,7 @@ class Server:
                 os.setpgid(0, 0)
                 nothing = os.open(os.devnull, os.O_RDWR)
                 kept = theirs.detach()
-                _take_descriptors([nothing, nothing, nothing, kept], [0, 1, 2, kept])
+                become.take_descriptors([nothing, nothing, nothing, kept], [0, 1, 2, kept])
                 _serve(socket.socket(fileno=kept))
             finally:
                 os._exit(0)
@@ -146,8 +138,8 @@ class Server:
         libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            _send(self._socket, json.dumps(request).encode(), descriptors)
-            answer = json.loads(_receive(self._socket)[0])
+            become.send(self._socket, json.dumps(request).encode(), descriptors)
+            answer = json.loads(become.receive(self._socket)[0])
         finally:
             libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
         return int(answer["pid"]) if "pid" in answer else None
@@ -324,9 +316,7 @@ def _first_folder(command: Sequence[str], cwd: Path) -> Path | None:
 
 def _loaded_alike(environ: Mapping[str, str], before: Mapping[str, str]) -> bool:
     """Whether what is read while Python and libraries are loaded is the same in both."""
-    names = {
-        name for name in {*environ, *before} if name.startswith(READ_WHEN_LOADED) and not name.startswith(READ_AGAIN)
-    }
+    names = filter(become.is_read_when_loaded, {*environ, *before})
     return all(environ.get(name) == before.get(name) for name in names)
 
 
@@ -401,30 +391,21 @@ def _forget_the_parent() -> None:
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
     """Be the program that was asked for, to its end."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
     if request["session"]:
         os.setsid()
     elif request["group"] != os.getpgrp():
         os.setpgid(0, request["group"])
-    _take_descriptors(descriptors, request["numbers"])
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(_Pristine.set_by_imports | request["environ"])
-    _with_server(request["server"])
-    _open_streams(unbuffered=request["unbuffered"])
-    tempfile.tempdir = None
-    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    code = 1
-    try:
-        code = _run(request["command"])
-    except BaseException:
-        traceback.print_exc()
-    _end(code)
+    command = request["command"]
+    become.become(
+        [command[0], *(["-u"] if request["unbuffered"] else []), *command[1:]],
+        descriptors=descriptors,
+        numbers=request["numbers"],
+        cwd=request["cwd"],
+        environ=_Pristine.set_by_imports | request["environ"],
+        path=_Pristine.path,
+        before=lambda: _with_server(request["server"]),
+        after=_stop_server,
+    )
 
 
 def _with_server(wanted: bool) -> None:
@@ -435,123 +416,12 @@ def _with_server(wanted: bool) -> None:
         _server, _owner = Server.forked(), os.getpid()
 
 
-def _take_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Have these descriptors under these numbers, and no other."""
-    high = 1 + max(*descriptors, *numbers)
-    moved = []
-    for each in descriptors:
-        copy = os.dup(each)
-        low = []
-        while copy <= high:
-            low.append(copy)
-            copy = os.dup(each)
-        for other in low:
-            os.close(other)
-        moved.append(copy)
-    for copy, number in zip(moved, numbers, strict=True):
-        os.dup2(copy, number, inheritable=True)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in numbers:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-
-
-def _open_streams(*, unbuffered: bool) -> None:
-    """Streams as an interpreter opens them, also for loggers that took the old ones as they were imported."""
-    old = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
-    sys.stdin = sys.__stdin__ = open(0, encoding=sys.stdin.encoding, closefd=False)  # noqa: SIM115
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        before = getattr(sys, name)
-        raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-        lines = number == 2 or os.isatty(number)
-        stream = io.TextIOWrapper(raw, before.encoding, before.errors, line_buffering=lines, write_through=unbuffered)
-        stream.mode = "w"
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    for reference in logging._handlerList:  # type: ignore[attr-defined]
-        handler = reference()
-        if handler is not None and id(vars(handler).get("stream")) in old:
-            handler.stream = getattr(sys, old[id(handler.stream)])
-
-
-def _end(code: int) -> NoReturn:
-    """End as an interpreter does, but for taking all that is imported apart, which takes longest."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    _stop_server()
-    os._exit(code)
-
-
 def _stop_server() -> None:
     """End the server of a program before the program, so that nothing is there a moment longer."""
     if (pid := server_pid()) is not None:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def _run(command: Sequence[str]) -> int:
-    """Run a program as the interpreter does; its exit code."""
-    sys.orig_argv = list(command)
-    main = type(sys)("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
-    sys.modules["__main__"] = main
-    if command[1] == "-m":
-        first, sys.argv = os.getcwd(), ["-m", *command[3:]]
-    elif command[1] == "-c":
-        first, sys.argv = "", ["-c", *command[3:]]
-    else:
-        first, sys.argv = os.path.dirname(os.path.realpath(command[1])), list(command[1:])
-    path = [os.path.abspath(each) if each else os.getcwd() for each in os.environ.get("PYTHONPATH", "").split(":")]
-    path = path if os.environ.get("PYTHONPATH") else []
-    sys.path[:] = list(dict.fromkeys([*path, *_Pristine.path]))
-    sys.path_importer_cache.clear()
-    importlib.invalidate_caches()
-    with contextlib.suppress(ImportError):
-        importlib.import_module("sitecustomize")
-    if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, first)
-    try:
-        if command[1] == "-m":
-            import runpy
-
-            runpy._run_module_as_main(command[2])  # type: ignore[attr-defined]
-        elif command[1] == "-c":
-            exec(compile(command[2], "<string>", "exec"), main.__dict__)
-        else:
-            main.__file__ = command[1]
-            main.__dict__.update(__cached__=None, __spec__=None)
-            source = Path(command[1]).read_bytes()
-            exec(compile(source, command[1], "exec"), main.__dict__)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return (end.code or 0) & 0xFF
-        sys.stdout.flush()
-        print(end.code, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:
-        _show(error)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        _stop_server()
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException as error:
-        _show(error)
-        return 1
-    return 0
-
-
-def _show(error: BaseException) -> None:
-    """An error that nobody caught, without the frames of this file."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    sys.stdout.flush()
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -566,20 +436,20 @@ def _greet(connection: socket.socket) -> None:
             _Pristine.roots[name] = file
     _Pristine.modules = frozenset(sys.modules)
     _Pristine.finalizers = frozenset(weakref.finalize._registry)  # type: ignore[attr-defined]
-    _send(connection, json.dumps({"environ": before, "roots": _Pristine.roots}).encode(), [])
+    become.send(connection, json.dumps({"environ": before, "roots": _Pristine.roots}).encode(), [])
 
 
 def _serve(connection: socket.socket) -> None:
     """Fork until whoever asks has gone."""
     while True:
-        message, descriptors = _receive(connection)
+        message, descriptors = become.receive(connection)
         if not message:
             return
         if _threads() != 1:
-            _send(connection, json.dumps({"why": f"the server has {_threads()} threads"}).encode(), [])
+            become.send(connection, json.dumps({"why": f"the server has {_threads()} threads"}).encode(), [])
         else:
             answer = {"pid": _fork_twice(connection, json.loads(message), descriptors)}
-            _send(connection, json.dumps(answer).encode(), [])
+            become.send(connection, json.dumps(answer).encode(), [])
         for each in descriptors:
             os.close(each)
 
@@ -606,28 +476,6 @@ def _fork_twice(connection: socket.socket, request: Mapping[str, Any], descripto
     pid = int(os.read(told, 32))
     os.close(told)
     return pid
-
-
-def _send(connection: socket.socket, message: bytes, descriptors: Sequence[int]) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([len(message).to_bytes(8, "big")], rights)
-    connection.sendall(message)
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A message and the descriptors that came with it; nothing once the other end is closed."""
-    numbers = array.array("i")
-    head, rights, _, _ = connection.recvmsg(8, socket.CMSG_LEN(64 * numbers.itemsize))
-    for level, kind, content in rights:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
-    message = b""
-    while head and len(message) < (size := int.from_bytes(head, "big")):
-        part = connection.recv(size - len(message))
-        if not part:
-            return b"", list(numbers)
-        message += part
-    return message, list(numbers)
 
 
 def _end_with(parent: int) -> None:

@@ -349,8 +349,6 @@ class Climb:
         self._without.add(at)
         return None
 
-    # -- confirming ---------------------------------------------------------------------------------------------------
-
     def confirm(self) -> Confirmation | None:
         """The top against the start by a fresh A/B; None where nothing was kept.
 

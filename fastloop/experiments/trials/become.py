@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
-import gc
 import importlib
 import io
 import logging
@@ -29,12 +28,12 @@ from typing import NoReturn
 
 READ_WHEN_LOADED = (
     *("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG"),
-    *("TORCH", "PYTORCH_", "CUDA_", "RANK", "LOCAL_RANK", "SLURM_"),
+    *("TORCH", "PYTORCH_", "CUDA_"),
 )
 """Variables with these prefixes are read as Python and libraries are loaded; all but those of `READ_AGAIN`."""
 READ_AGAIN = (
     *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
-    *("TORCHELASTIC", "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL"),
+    *("TORCHELASTIC", "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL", "PYTORCH_NVML_BASED_CUDA_CHECK"),
 )
 
 
@@ -51,8 +50,8 @@ def become(
     cwd: str,
     environ: Mapping[str, str],
     path: Sequence[str],
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Be the program of a command, to its end.
 
@@ -73,7 +72,6 @@ def become(
     os.environ.clear()
     os.environ.update(environ)
     before()
-    gc.unfreeze()  # a collection goes through all that is imported, as it does in a program that has imported it
     open_streams(unbuffered=unbuffered or bool(environ.get("PYTHONUNBUFFERED")))
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
@@ -130,7 +128,7 @@ def open_streams(*, unbuffered: bool) -> None:
             handler.stream = getattr(sys, old[id(handler.stream)])
 
 
-def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], object]) -> int:
+def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], None]) -> int:
     """Run a program as the interpreter does; its exit code."""
     sys.orig_argv = list(command)
     main = type(sys)("__main__")
@@ -190,7 +188,7 @@ def _show(error: BaseException) -> None:
     sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
-def _end(code: int, after: Callable[[], object]) -> NoReturn:
+def _end(code: int, after: Callable[[], None]) -> NoReturn:
     """End as an interpreter does, but for taking all that is imported apart."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

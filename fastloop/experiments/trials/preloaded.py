@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +37,37 @@ PATIENCE_S = 120.0
 FORKED = "forked"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    """What a server says of itself, once it has imported what it is to import."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Its variables."""
+    roots: Mapping[str, str | None] = field(default_factory=dict)
+    """The file of each imported package."""
+    why: str | None = None
+    """Why it cannot fork."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a server is to do: fork a command, or tell how the process `wait` ended."""
+
+    command: tuple[str, ...] = ()
+    cwd: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    wait: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The number of the process that was forked, or why there is none; or how one ended."""
+
+    pid: int | None = None
+    code: int | None = None
+    why: str = "the process that forks is gone"
+
+
 class Leash:
     """The process that holds a forked trial: what its supervisor needs of a Popen."""
 
@@ -44,7 +76,8 @@ class Leash:
 
     def wait(self) -> int:
         """How the trial ended, once it has: its exit code, or the negative number of a signal."""
-        self.returncode = self._server.ask({"wait": self.pid}).get("code", -signal.SIGKILL)
+        code = self._server.ask(Request(wait=self.pid)).code
+        self.returncode = -signal.SIGKILL if code is None else code
         return self.returncode
 
 
@@ -68,29 +101,30 @@ class Server:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._greeting: Mapping[str, Any] | None = None
+        self._greeting: Greeting | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """The answer to a request; empty where there is none any more."""
+    def ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
+        """The answer to a request."""
         with contextlib.suppress(OSError):
-            become.send(self._socket, json.dumps(request).encode(), descriptors)
-            return self._hear()
-        return {}
+            become.send(self._socket, json.dumps(vars(request)).encode(), descriptors)
+            return Reply(**self._hear())
+        return Reply()
 
     def _hear(self) -> dict[str, Any]:
         message, _ = become.receive(self._socket)
         return dict(json.loads(message)) if message else {}
 
-    def greet(self) -> Mapping[str, Any]:
-        """What it has imported, once it has; empty where it could not."""
+    def greet(self) -> Greeting:
+        """What it says of itself; it is waited for."""
         if self._greeting is None:
-            self._greeting = {}
+            self._greeting = Greeting(why="nothing could be imported ahead of it")
             with contextlib.suppress(OSError):
-                self._greeting = self._hear()
+                if said := self._hear():
+                    self._greeting = Greeting(**said)
         return self._greeting
 
     def stop(self) -> None:
@@ -138,14 +172,14 @@ def start(
     ours, theirs = socket.socketpair()
     null = os.open(os.devnull, os.O_RDONLY)
     with theirs:
-        request = {"command": list(command), "cwd": str(Path.cwd()), "environ": variables}
+        request = Request(command=tuple(command), cwd=str(Path.cwd()), environ=variables)
         streams = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr]
         answer = _server.ask(request, [theirs.fileno(), *streams])
     os.close(null)
-    if "pid" not in answer:
+    if answer.pid is None:
         ours.close()
-        return None, f"a new interpreter: {answer.get('why', 'the process that forks is gone')}"
-    return (Leash(answer["pid"], _server), ours), FORKED
+        return None, f"a new interpreter: {answer.why}"
+    return (Leash(answer.pid, _server), ours), FORKED
 
 
 # -- what can be forked -----------------------------------------------------------------------------------------------
@@ -166,28 +200,24 @@ def _apply_env(command: Sequence[str], environ: Mapping[str, str]) -> tuple[list
     return rest, variables
 
 
-def find_obstacle(command: Sequence[str], variables: Mapping[str, str], greeting: Mapping[str, Any]) -> str | None:
-    """Why this command must be executed; None where it can be forked.
-
-    Args:
-        greeting: of the server: its variables, and what it has imported from where.
-    """
-    if not greeting or "why" in greeting:
-        return str(greeting.get("why", "nothing could be imported ahead of it"))
+def find_obstacle(command: Sequence[str], variables: Mapping[str, str], greeting: Greeting) -> str | None:
+    """Why this command must be executed; None where it can be forked."""
+    if greeting.why is not None:
+        return greeting.why
     if shutil.which(command[0]) != sys.executable:
         return f"{command[0]} is not the Python that fastloop runs on"
     named = command[2:] if command[1:2] == ["-u"] else command[1:]
     script = Path(named[0]) if named and named[0].endswith(".py") else None
     if script is None and named[:1] != ["-m"]:
         return "options of Python's, or no script"
-    before = greeting["environ"]
+    before = greeting.environ
     for name in sorted({*variables, *before}):
         if become.is_read_when_loaded(name) and variables.get(name) != before.get(name):
             return f"{name} differs, which is read as Python or a library is loaded"
     folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
     if not variables.get("PYTHONSAFEPATH"):
         folders.add(str(Path.cwd() if script is None else script.resolve().parent))
-    if (shadow := _find_shadow(folders, greeting["roots"])) is not None:
+    if (shadow := _find_shadow(folders, greeting.roots)) is not None:
         return f"{shadow} hides what is imported already"
     return None if script is None else _find_early_variable(script)
 
@@ -259,23 +289,23 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         message, descriptors = become.receive(connection)
         if not message:
             return
-        request = json.loads(message)
-        if "wait" in request:
-            answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])}
+        request = Request(**json.loads(message))
+        if request.wait is not None:
+            answer = Reply(code=os.waitstatus_to_exitcode(os.waitpid(request.wait, 0)[1]))
         elif (threads := len([*Path("/proc/self/task").iterdir()])) != 1:
-            answer = {"why": f"the process that forks has {threads} threads"}
+            answer = Reply(why=f"the process that forks has {threads} threads")
         else:
             pid = os.fork()
             if not pid:
                 connection.close()
-                _lead({**request, "environ": {**added, **request["environ"]}}, descriptors, path, keeps_ours)
-            answer = {"pid": pid}
+                _lead(replace(request, environ={**added, **request.environ}), descriptors, path, keeps_ours)
+            answer = Reply(pid=pid)
         for each in descriptors:
             os.close(each)
-        become.send(connection, json.dumps(answer).encode())
+        become.send(connection, json.dumps(vars(answer)).encode())
 
 
-def _lead(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
+def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
     """Be the leash of a trial: as ``python -m fastloop.experiments.trials.reaper``, but for the fork."""
     try:
         held, *streams = descriptors
@@ -292,12 +322,13 @@ def _lead(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence
                 for name in [each for each in sys.modules if each.partition(".")[0] == "fastloop"]:
                     del sys.modules[name]
             become.become(
-                request["command"],
+                request.command,
                 descriptors=streams,
                 numbers=(0, 1, 2),
-                cwd=request["cwd"],
-                environ=request["environ"],
+                cwd=request.cwd,
+                environ=request.environ,
                 path=path,
+                before=gc.unfreeze,  # a collection goes through all that is imported, as where a program imports it
             )
         for each in streams:
             os.close(each)
