@@ -187,15 +187,17 @@ def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **
 
 
 @cli.command()
-@click.argument("conf")
+@click.argument("conf", required=False)
 @_overrides
+@click.option("--script", metavar="TRAIN.py", help="Climb with your own Lightning script, unmodified.")
+@click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
 @click.option("--budget", default="20m", show_default=True, metavar="TIME", help="Time to spend: 90s, 20m or 2h.")
 @click.option(
     "--allow", multiple=True, type=click.Choice(["changes-training"]), help="Also try rungs of this parity class."
 )
 @_resume
 @_training_options
-def climb(conf: str, budget: str, json_to: str | None, **options: Any) -> None:
+def climb(conf: str | None, budget: str, json_to: str | None, **options: Any) -> None:
     """Find the fastest stack of rungs and prove it by A/B test.
 
     Rungs that change the training are left out unless --allow says otherwise.

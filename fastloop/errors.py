@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -53,6 +54,13 @@ def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | 
 
 
 # -- what is raised while our code runs, and not by it -----------------------------------------------------------------
+
+_NO_MEMORY = re.compile(r"\bout of memory\b|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left, in any of torch's words for it. Python's own MemoryError is the host's."""
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def let_through(error: BaseException) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.card import Cards
@@ -22,6 +22,7 @@ from fastloop.rungs.cache import Cache
 from fastloop.rungs.compile import Compile
 from fastloop.rungs.dali import Dali
 from fastloop.rungs.fused import Fused
+from fastloop.rungs.host import Host
 from fastloop.rungs.layout import Layout
 from fastloop.rungs.loss import Loss
 from fastloop.rungs.nodes import Nodes
@@ -48,7 +49,7 @@ class Rung(Protocol):
 class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
-    coming: ClassVar[tuple[str, ...]] = ("host", "gaps", "shard")
+    coming: ClassVar[tuple[str, ...]] = ("gaps", "shard")
     """Names of rungs that later versions will have: not taken for typing errors."""
 
     dali: Dali = Dali()
@@ -64,6 +65,7 @@ class Ladder:
     loss: Loss = Loss()
     fused: Fused = Fused()
     compile: Compile = Compile()
+    host: Host = Host()
     overlap: Overlap = Overlap()
 
     def rungs(self) -> Iterator[tuple[str, Rung]]:
@@ -145,6 +147,24 @@ def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]
             )
         )
     return tuple(verdicts)
+
+
+def list_refused(ladder: Ladder, facts: Facts) -> dict[str, str]:
+    """Feeds that are off and could not be switched on for this train loader, each with the reason. Pure."""
+    found = {}
+    for name, card in cards().items():
+        rung: Any = getattr(ladder, name)
+        if card.family != "feed" or rung.enabled:
+            continue
+        try:
+            made = plan(dataclasses.replace(ladder, **{name: dataclasses.replace(rung, enabled=True)}), facts)
+        except ConfigError as error:
+            found[name] = str(error)
+        else:
+            step = made.step(name)
+            if step is not None and step.status == "skipped":
+                found[name] = step.reason or "it cannot apply"
+    return found
 
 
 def cards() -> Cards:

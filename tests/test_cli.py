@@ -126,7 +126,7 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 # -- mistyped ---------------------------------------------------------------------------------------------------------
 
 KNOWN = "doctor, recipes, rungs, config, plan, run, diagnose, headspace, ab, climb, tune, exec, cache, report"
-RUNGS = "dali, cache, nodes, workers, pin, prefetch, batch, amp, layout, fused, compile, overlap"
+RUNGS = "dali, cache, nodes, workers, pin, prefetch, batch, amp, layout, fused, compile, host, overlap"
 MISTYPED = [
     ("frobnicate", "command 'frobnicate'", f"the commands are {KNOWN}", "run fastloop --help"),
     ("doctr", "command 'doctr'", f"the commands are {KNOWN}", "write doctor"),
@@ -151,7 +151,7 @@ MISTYPED = [
         "'cifar11'",
         "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
         "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, batch, "
-        "cache, compile, dali, fused, layout, nodes, overlap, pin, prefetch, workers",
+        "cache, compile, dali, fused, host, layout, nodes, overlap, pin, prefetch, workers",
         "write cifar10",
     ),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),

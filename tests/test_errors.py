@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, is_out_of_memory
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FastLoopError, 1), (ConfigError, 2)])
@@ -32,3 +33,26 @@ def test_they_travel_between_processes(kind: type[FastLoopError]) -> None:
 def test_a_reason_is_no_error_for_people() -> None:
     assert not issubclass(NotApplicable, FastLoopError)
     assert str(NotApplicable("needs CUDA")) == "needs CUDA"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"), True),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (MemoryError("out of memory"), False),
+        (ValueError("the cache is out of memory"), False),
+    ],
+)
+def test_the_words_for_no_memory(error: Exception, is_memory: bool) -> None:
+    """B6: all that a device says of it; Python's own is the host's."""
+    assert is_out_of_memory(error) is is_memory

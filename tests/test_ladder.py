@@ -98,7 +98,7 @@ def test_the_order_is_the_order_of_the_fields() -> None:
     assert [name for name, _ in Ladder().rungs()] == list(NAMES)
     assert (
         *("dali", "cache", "nodes", "workers", "pin", "prefetch"),
-        *("batch", "amp", "layout", "attention", "loss", "fused", "compile", "overlap"),
+        *("batch", "amp", "layout", "attention", "loss", "fused", "compile", "host", "overlap"),
     ) == NAMES
     assert Ladder().enabled() == () and all_on().enabled() == NAMES
     assert plan(Ladder(), Facts()).steps == ()

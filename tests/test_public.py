@@ -35,7 +35,7 @@ KEYS: dict[str, Any] = {
     "run": {"max_steps": 200, "seed": 0, "devices": 1, "accelerator": "auto", "resume": None},
     "watch": {"enabled": True, "warmup_steps": 20, "trace_steps": 0, "usd_per_gpu_hour": None},
     "rungs": {
-        "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto"},
+        "dali": {"enabled": False, "decode": "auto", "threads": "auto", "resize": "auto", "validation": False},
         "cache": {"enabled": False, "store": "auto", "size_gb": "auto", "path": None, "url": None},
         "nodes": {"enabled": False, "threads": "auto"},
         "workers": {
@@ -50,7 +50,9 @@ KEYS: dict[str, Any] = {
         "batch": {
             "enabled": False,
             "micro_batch": "auto",
+            "target_memory": 0.9,
             "global_batch": "keep",
+            "lr_scaling": "none",
             "batch_norm": "groups",
             "loss_is_mean": False,
         },
@@ -60,6 +62,7 @@ KEYS: dict[str, Any] = {
         "loss": {"enabled": False, "pad_vocabulary": "auto", "chunks": 1},
         "fused": {"enabled": False},
         "compile": {"enabled": False, "mode": "default", "dynamic": "auto", "scope": "auto", "pay_back": "auto"},
+        "host": {"enabled": False, "gc_every_steps": "auto", "step_graph": False},
         "overlap": {
             "enabled": False,
             "gradient_as_bucket_view": True,

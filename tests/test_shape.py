@@ -135,9 +135,10 @@ def test_no_file_is_a_drawer_for_odds_and_ends() -> None:
 
 # -- rungs know themselves --------------------------------------------------------------------------------------------
 
-JSON_KEYS = {"workers", "fused", "compile", "cache", "attention", "loss"}
+JSON_KEYS = {"workers", "fused", "compile", "cache", "attention", "loss", "host"}
 """Names of rungs that are also keys of JSON files: of a loader trial's answer, of what the user's own model does, of
-costs that come once; and that of a command. The last two are also what kernels compute, and what a training lowers."""
+costs that come once, of a machine; and that of a command. Two are also what kernels compute, and what a training
+lowers."""
 NAMES_RUNGS: dict[str, str] = {}
 """Files outside `rungs/` that may name a rung, each with its reason; at most three."""
 

@@ -29,7 +29,7 @@ from fastloop.experiments.trials.failures import Failed, advise, failed, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, forget
+from fastloop.experiments.trials.trial import Job, forget, quick_starts
 from fastloop.judge import statistics
 from fastloop.judge.verdict import LEAST_RUNS
 from fastloop.records import store
@@ -156,7 +156,8 @@ def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool
             seed=base.run.seed,
             limits=Limits(total_s=asked.limit_s),
         )
-        return carried_out(Experiment(sides, path, settings, progress), name)
+        with quick_starts(scripts=bool(command)):
+            return carried_out(Experiment(sides, path, settings, progress), name)
 
 
 def _describe(asked: Request, versus: Versus, command: Sequence[str]) -> Manifest:

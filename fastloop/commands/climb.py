@@ -7,17 +7,22 @@ A/B of the start against the top, with all gates.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
-from fastloop.config.loading import Config
+from fastloop.config.layers import patch_layer
+from fastloop.config.shipped import shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine
+from fastloop.experiments.ab.arms import ConfigArm
 from fastloop.experiments.ab.results import hardware
-from fastloop.experiments.ab.resume import fingerprint, recipe_fingerprint, refuse_others
+from fastloop.experiments.ab.resume import fingerprint, refuse_others, source_fingerprint
+from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import Budget, Spent
 from fastloop.experiments.climb.candidates import Start
@@ -26,8 +31,10 @@ from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.climb.runner import ProcessRunner
 from fastloop.experiments.trials.failures import Failed, failed, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
-from fastloop.experiments.trials.trial import TRIAL, Job, forget
+from fastloop.experiments.trials.script_injection import name_of
+from fastloop.experiments.trials.trial import TRIAL, Job, forget, quick_starts
 from fastloop.records import store
+from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
 from fastloop.report.experiments import climb_report
 
@@ -39,8 +46,10 @@ Progress = Callable[[str], None]
 
 
 def climb(
-    conf: str,
+    conf: str | None,
     *,
+    script: str | None = None,
+    args: str = "",
     more: Sequence[str],
     overrides: Sequence[str],
     budget_s: float,
@@ -54,6 +63,8 @@ def climb(
     """Find the fastest stack of rungs, and compare it with the start.
 
     Args:
+        conf: a configuration; None with a script.
+        script: a Lightning script, or a command; `args`: its arguments.
         budget_s: of this call; a climb that it did not suffice for goes on with `resume`.
         allow: of `ALLOW`: what else than the same training may be tried.
         limit_s: for each training.
@@ -63,15 +74,54 @@ def climb(
         Failed: the training as it is failed.
         KeyboardInterrupt, SystemExit: stopped; what there is stands in the directory, flagged as partial.
     """
-    job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
-    config = job.config()
+    start = _make_start(conf, script, args, more, (*overrides, "watch.enabled=true", "watch.trace_steps=0"))
+    config = start.config()
     _check(budget_s, allow)
-    check_without_torch(config)
-    place = claim_or_resume(f"climb-{config.name}", out, force=force, resume=resume, holds=NAME)
+    if script is None:
+        check_without_torch(config)
+    place = claim_or_resume(f"climb-{start.name}", out, force=force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME), hold(path):
-        recorder = Recorder(path, config, allow, budget_s, _load_earlier(path, config, resume))
-        runner = ProcessRunner(job, path, recorder.budget, limit_s=limit_s, progress=progress)
-        return _run(recorder, recorder.begin(runner), progress)
+        recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
+        runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
+        with quick_starts(scripts=script is not None):
+            answer = _run(recorder, recorder.begin(runner), progress)
+    return dataclasses.replace(answer, text=f"{answer.text}\n{_describe_use(path, conf)}")
+
+
+def _make_start(
+    conf: str | None, script: str | None, args: str, more: Sequence[str], overrides: Sequence[str]
+) -> ConfigArm | ScriptArm:
+    """What the climb begins with."""
+    if script is None:
+        if conf is None:
+            do = "write a configuration, or --script train.py"
+            raise ConfigError(got="fastloop climb", why="there is nothing to climb with", do=do)
+        if conf.endswith(".py"):
+            do = f"write fastloop climb --script {conf}"
+            raise ConfigError(got=f"fastloop climb {conf}", why="it is a script, not a configuration", do=do)
+        job = Job(conf=conf, more=tuple(more), overrides=tuple(overrides))
+        return ConfigArm(name=job.config().name, job=job)
+    if conf is not None and "=" in conf:  # with a script, the first key=value stands where a configuration would
+        overrides, conf = (conf, *overrides), None
+    if conf is not None:
+        do = 'write the script\'s arguments as --args "…", and a configuration without --script'
+        raise ConfigError(got=f"fastloop climb {conf} --script {script}", why="there are two starts", do=do)
+    command = command_of(script, args)
+    return ScriptArm(name=name_of(command), command=command, more=tuple(more), overrides=tuple(overrides))
+
+
+def _describe_use(place: Path, conf: str | None) -> str:
+    """The ladder, and the one line that puts it to use."""
+    text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
+    use = f"callbacks=[fastloop.FastLoop({str(place / LADDER)!r})]"
+    if conf is not None and "=" not in conf:
+        use = f"fastloop run {conf} --config {place / LADDER}"
+    return f"{text.rstrip()}\nUSE      {use}"
+
+
+def list_shipped() -> dict[str, Stack]:
+    """The rungs of the shipped ladders by name."""
+    return {name: patch_layer(name, Path()).marked.value["rungs"] for name in shipped("ladders")}
 
 
 class Recorder:
@@ -82,10 +132,15 @@ class Recorder:
     """
 
     def __init__(
-        self, place: Path, config: Config, allow: Sequence[str], budget_s: float, before: ClimbFile | None
+        self,
+        place: Path,
+        start: ConfigArm | ScriptArm,
+        allow: Sequence[str],
+        budget_s: float,
+        before: ClimbFile | None,
     ) -> None:
-        self.place, self.config, self.new = place, config, before is None
-        self._recipe = recipe_fingerprint(config)  # as it is now: it may be edited meanwhile
+        self.place, self.arm, self.config, self.new = place, start, start.config(), before is None
+        self._configured, self._sources = _take_fingerprints(start)  # as it is now: it may be edited meanwhile
         self._before = before or ClimbFile()
         self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
         self.allow = tuple(sorted({*allow, *self._before.allow}))
@@ -101,6 +156,8 @@ class Recorder:
             devices=self.config.run.devices,
             allow=frozenset(self.allow),
             cpus=max(1, machine.usable_cpus() // self.config.run.devices),
+            ladders=list_shipped(),
+            times_loader=self.arm.plans_alone,
         )
         self.climb = Climb(
             runner,
@@ -109,6 +166,7 @@ class Recorder:
             rows=self._before.rungs,
             ceilings=self._before.ceilings_samples_per_s,
             notes=self._before.ceilings_notes,
+            ladders=self._before.ladders_samples_per_s,
             save=self.save,
         )
         return self.climb
@@ -123,29 +181,32 @@ class Recorder:
         trials = [naive.trial] if naive is not None and naive.trial is not None else []
         return ClimbFile(
             run_dir=str(self.place),
-            name=self.config.name,
+            name=self.arm.name,
             date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             hardware=hardware(trials),
             naive=start,
             ceilings_samples_per_s=climb.ceilings,
             ceilings_top_samples_per_s=rates,
             ceilings_notes=climb.notes,
+            ladders_samples_per_s=climb.ladders,
             rungs=tuple(climb.rows),
             stack={"rungs": climb.stack},
             top=start if climb.costs is None else Speed(samples_per_s=rate, step_ms=climb.costs.now_ms),
             stopped=self.stopped,
             confirmed=self.confirmed,
             allow=self.allow,
-            config_sha256=fingerprint(self.config),
-            recipe_sha256=self._recipe,
+            config_sha256=self._configured,
+            recipe_sha256=self._sources,
             budget_s=self._budget_s,
             spent_s=round(self._before_s + self.budget.spent_s(), 1),
             partial=self.partial,
         )
 
     def save(self) -> None:
-        """After each decision."""
-        store.save(self.place, {NAME: self.content()})
+        """After each decision: whatever ends the climb, there is a ladder."""
+        content = self.content()
+        store.save(self.place, {NAME: content})
+        store.write(self.place, {LADDER: climb_report.ladder_yaml(content)})
 
     def write(self) -> ClimbFile:
         """All of it, with the ladder and the reports."""
@@ -221,7 +282,16 @@ def _check(budget_s: float, allow: Sequence[str]) -> None:
         raise ConfigError(got=f"--allow {unknown[0]}", why="unknown value", do=f"write {' or '.join(ALLOW)}")
 
 
-def _load_earlier(place: Path, config: Config, resume: str | None) -> ClimbFile | None:
+def _take_fingerprints(start: ConfigArm | ScriptArm) -> tuple[str, str | None]:
+    """Of what is configured, a script's command included, and of the source that trains."""
+    config, command = start.config(), start.command if isinstance(start, ScriptArm) else ()
+    configured = fingerprint(config)
+    if command:
+        configured = hashlib.sha256(repr((configured, command)).encode()).hexdigest()
+    return configured, source_fingerprint(config, command)
+
+
+def _load_earlier(place: Path, start: ConfigArm | ScriptArm, resume: str | None) -> ClimbFile | None:
     """The ``climb.json`` to go on from. A new climb has none, and finds no training in its directory again."""
     if resume is None:
         if (place / NAME).is_file():
@@ -229,17 +299,19 @@ def _load_earlier(place: Path, config: Config, resume: str | None) -> ClimbFile 
                 forget(trial.parent)
         return None
     before = store.load(place / NAME, ClimbFile) or ClimbFile()
-    if before.config_sha256 != fingerprint(config):
+    configured, sources = _take_fingerprints(start)
+    if before.config_sha256 != configured:
         raise ConfigError(
             got=f"--resume {place}",
             why="it was started with another configuration",
             do="repeat the original command, or start a new climb",
         )
-    if before.recipe_sha256 not in (None, recipe_fingerprint(config)):  # an older climb knows nothing of it
+    if before.recipe_sha256 not in (None, sources):  # an older climb knows nothing of it
         raise ConfigError(
             got=f"--resume {place}",
-            why=f"since it began {config.recipe_file} was changed",
+            why=f"since it began {start.config().recipe_file or start.name} was changed",
             do="undo the change, or start a new climb",
         )
-    refuse_others(place, {trial.parents[1] for trial in place.rglob(TRIAL)})
+    if isinstance(start, ConfigArm) or under_this_python(start.command):
+        refuse_others(place, {trial.parents[1] for trial in place.rglob(TRIAL)})
     return before

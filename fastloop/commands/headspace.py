@@ -22,7 +22,7 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.trials.failures import failed, writing
 from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, forget, run_trial
+from fastloop.experiments.trials.trial import Job, forget, quick_starts, run_trial
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.trial import Trial, Variation
@@ -111,7 +111,7 @@ def headspace(
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config, limits = job.config(), Limits(total_s=limit_s)
     check_without_torch(config)
-    with claim(config.name, out, force=force) as path, writing(path):
+    with claim(config.name, out, force=force) as path, writing(path), quick_starts():
 
         def trial(name: str, changed: Job) -> Trial:
             return run_trial(name, changed, path / name, limits=limits, progress=progress)

@@ -16,7 +16,7 @@ from fastloop.experiments.ab.arms import ConfigArm, Progress
 from fastloop.experiments.trials.failures import failed, writing
 from fastloop.experiments.trials.run_directories import claim, hold
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, forget
+from fastloop.experiments.trials.trial import Job, forget, quick_starts
 from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import Tuned, search
 from fastloop.records import store
@@ -55,14 +55,15 @@ def tune(
     with claim(config.name, out, force=force) as path, writing(path), hold(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
-        tuned = search(
-            ConfigArm(name=config.name, job=job),
-            what,
-            path,
-            limits=Limits(total_s=limit_s),
-            progress=progress,
-            stopped=partial(_write_partial, path),
-        )
+        with quick_starts():
+            tuned = search(
+                ConfigArm(name=config.name, job=job),
+                what,
+                path,
+                limits=Limits(total_s=limit_s),
+                progress=progress,
+                stopped=partial(_write_partial, path),
+            )
         if tuned.failed is not None and not any(each.ok for each in tuned.points):
             if tuned.failed.code == 2:
                 forget(tuned.failed.run_dir)

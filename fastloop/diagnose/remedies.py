@@ -73,8 +73,12 @@ class Rungs:
         return sorted((rung for rung in places if cause in places[rung]), key=lambda rung: places[rung][cause])
 
     def is_available(self, seen: Measurement, rung: str) -> bool:
-        """Whether a rung is off, can apply here as far as is known, pays, and is not in the script already."""
-        return rung not in self.enabled and self.cards[rung].applies(seen)
+        """Whether a rung is off, can apply here as far as is known, pays, and is not in the script already.
+
+        ``evidence["refused"]`` has those that the run's own loader cannot have, by their own plan.
+        """
+        refused = seen.evidence.get("refused") or {}
+        return rung not in self.enabled and rung not in refused and self.cards[rung].applies(seen)
 
     def took_effect(self, seen: Measurement, rung: str) -> bool | None:
         """Whether an enabled rung left evidence of an effect; None: unknown."""

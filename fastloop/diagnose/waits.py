@@ -14,10 +14,13 @@ from fastloop.records.readings import (
     describe_decoding,
     is_worth_handing_over,
     loader,
+    micro_batches,
     read_batch_ms,
     to_number,
 )
 
+DECODING = "decoding"
+"""The cause for which rungs' cards stand that decode less: where worker processes alone would not keep up."""
 MORE_WORTH = 1.25
 """Workers that could be had for each there is, from which on more of them are advised."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
@@ -30,10 +33,23 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     if cost is None:
         return None
     idle = f"the {step.device} had nothing to do for {cost.time}: the next batch was not there"
+    cause = "data_wait"
     if (decoding := describe_decoding(step.measured)) is not None:
+        feeds = [rung for rung in rungs.list_against(DECODING) if rungs.is_available(step.measured, rung)]
+        if feeds and not _would_keep_up(step):
+            cause, decoding = DECODING, f"{decoding}: {' or '.join(feeds)}"
         idle += f" ({decoding})"
     instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
-    return cost.explain(idle, rungs.choose(step.measured, "data_wait", instead))
+    return cost.explain(idle, rungs.choose(step.measured, cause, instead))
+
+
+def _would_keep_up(step: Attribution) -> bool:
+    """Whether worker processes, of which there are none yet, could make a batch in the time that its work takes."""
+    made_ms, most = read_batch_ms(step.measured), _count_possible_workers(step.measured)
+    if loader(step.measured).get("num_workers") != 0 or made_ms is None or not most:
+        return False
+    batches = micro_batches(step.measured)
+    return made_ms / most <= step.step_ms / batches - made_ms
 
 
 def _advise_loading(seen: Measurement, number: str | None) -> str:

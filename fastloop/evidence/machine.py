@@ -102,6 +102,15 @@ def usable_cpus(root: Path = ROOT) -> int:
     return max(1, int(min([allowed, *_cpu_quotas(root)])))
 
 
+def cpu_wait_s(root: Path = ROOT) -> float | None:
+    """Seconds that this thread was ready to run and waited for a CPU; None where the kernel does not count them.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html, the second number of schedstat.
+    """
+    counts = _text(root / "proc/thread-self/schedstat").split()
+    return int(counts[1]) / 1e9 if len(counts) == 3 else None
+
+
 def local_rank_count(environ: Mapping[str, str]) -> int:
     """Training processes on this machine, as torchrun or SLURM announce them; 1 where neither does."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):

@@ -20,10 +20,14 @@ class Piece(NamedTuple):
 
     batch: Any
     samples: int
-    weight: float
-    """Factor of this piece's mean loss in the step's loss."""
+    weight: Any
+    """Factor of this piece's mean loss in the step's loss; on the device where it counts tokens."""
     groups: int = 1
     """Merged batches that it holds whole, one after the other, of one size."""
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Its share of the step's loss, in the loss's own type."""
+        return loss * (self.weight.to(loss.dtype) if isinstance(self.weight, torch.Tensor) else self.weight)
 
 
 def cut(
@@ -111,6 +115,20 @@ def _slice(member: Any, part: slice, total: int) -> Any:
         raise
     except Exception as error:  # whatever a constructor of the user's raises
         raise CannotSplit(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
+
+
+def get_loss(output: Any) -> Any:
+    """The loss in what training_step returned: a tensor, the 'loss' of a mapping, or None."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
+    """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
+    losses = [get_loss(output) for output in outputs]
+    known = [piece.weigh(loss.detach()) for loss, piece in zip(losses[:-1], pieces, strict=False) if loss is not None]
+    skips_last = losses[-1] is None
+    last = torch.zeros_like(known[0], requires_grad=True) if skips_last else pieces[-1].weigh(losses[-1])
+    return sum(known, start=last)
 
 
 def join(outputs: Sequence[Any], pieces: Sequence[Piece], loss: torch.Tensor) -> Any:

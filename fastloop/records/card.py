@@ -52,6 +52,8 @@ class ClimbState:
     """The samples are made of image files."""
     gaps_count: bool = False
     """Starting workers anew for each epoch takes a share of the step that is worth saving."""
+    epochs_end: bool = False
+    """Epochs end within its trials, so samples come again."""
     recount: bool = False
     """Loading limits the step, and the number of loader processes was chosen on a lower stack."""
     stack: Stack = field(default_factory=dict)

@@ -11,10 +11,10 @@ from fastloop.records.card import Patch
 from fastloop.records.experiment import Comparison, Hardware, Outcome
 from fastloop.records.store import SCHEMA
 
-End = Literal["kept", "small", "not_faster", "odd", "undecided", "parity", "crashed", "inactive", "class"]
+End = Literal["kept", "small", "not_faster", "odd", "undecided", "parity", "crashed", "inactive", "class", "needed"]
 """How an attempt ended. small: predicted to save too little; odd: its pairs of runs contradict each other; undecided:
 gates that could have judged it did not; parity: another training; inactive: the rung does not apply or had no effect;
-class: it changes the training, which was not allowed."""
+class: it changes the training, which was not allowed; needed: without this rung the stack is slower."""
 NO_ANSWER: tuple[End, ...] = ("odd", "undecided")
 TOP = "_top"
 """After the name of a ceiling in ``ceilings_notes``: a ceiling of the top, not of the start."""
@@ -109,6 +109,11 @@ class Attempt:
     def name(self) -> str:
         return self.key or self.rung
 
+    @property
+    def takes_away(self) -> bool:
+        """It was to find out whether the stack is slower without a rung."""
+        return any(settings.get("enabled") is False for settings in self.patch.get("rungs", {}).values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
@@ -143,6 +148,8 @@ class ClimbFile:
     ceilings_top_samples_per_s: Mapping[str, float | None] = field(default_factory=dict)
     ceilings_notes: Mapping[str, str] = field(default_factory=dict)
     """How a ceiling came about that no trial has measured."""
+    ladders_samples_per_s: Mapping[str, float | None] = field(default_factory=dict)
+    """Of the start with a shipped ladder, in one run."""
     rungs: tuple[Attempt, ...] = ()
     stack: Patch = field(default_factory=dict)
     top: Speed = field(default_factory=Speed)
@@ -158,8 +165,8 @@ class ClimbFile:
 
 
 def count_kept(attempts: Iterable[Attempt]) -> int:
-    """The height of a climb: rungs that were kept."""
-    return sum(each.kept for each in attempts)
+    """The height of a climb: attempts that put something on the stack."""
+    return sum(each.kept and not each.takes_away for each in attempts)
 
 
 def select_broken(attempts: Iterable[Attempt]) -> list[Attempt]:

@@ -142,6 +142,8 @@ class Facts:
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""
+    evaluates: bool = False
+    """``loader`` is one for validation."""
     steps_with_iterator: bool = False
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model

@@ -56,6 +56,9 @@ class Site(Protocol):
             cache_weights: of mixed precision: round each weight once in a forward, and not at each use.
         """
 
+    def scale_rates(self, factor: float) -> Undo:
+        """Multiply all learning rates, and what schedulers compute them from; train_start only."""
+
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         """Let DistributedDataParallel be made with these keywords; before_wrap only."""
 
@@ -81,6 +84,16 @@ class Site(Protocol):
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
+
+    def note_each_batch(self, note: Callable[[], None]) -> Undo:
+        """Call `note` before each training_step."""
+
+    def thin_loop(self) -> Applied:
+        """Leave out what the training loop does at every batch though nothing comes of it."""
+
+    @property
+    def graph_steps(self) -> Callable[[bool], Applied]:
+        """Record a training step and replay it where that is safe; with False, also only where it is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,6 +238,8 @@ class Trial:
     code: int
     """Exit code; the negative number of the signal that ended it."""
     last_step: int | None = None
+    started: str | None = None
+    """Forked from a process that had imported torch, or why it was a new interpreter; None: as new as any program."""
     tail: str = ""
     """The last lines of its stderr; empty where it is ok."""
     began: int | None = None

@@ -1,8 +1,10 @@
 """Use the micro-batch that suits the device; the global batch stays the same.
 
 Faster because  larger micro-batches fill the device and launch fewer kernels; smaller ones make a batch fit.
-Costs           activation memory of the larger micro-batch; one held gradient copy while a batch is split.
-Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum.
+Costs           activation memory of the larger micro-batch; one held gradient copy while a batch is split. `auto`:
+                about ten steps' time, once for a model and machine.
+Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum: the gradient of
+                the first step shows it, and batches then stay as they are.
 Evidence        micro-batches and samples seen per optimizer step; BatchNorm layers that kept merged batches apart
 Source          https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html (no_sync); accumulation arithmetic
                 checked in tests/rungs/test_batch.py
@@ -10,16 +12,19 @@ Source          https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.htm
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from fastloop.errors import NotApplicable, require_positive
-from fastloop.feeds.accumulation_windows import explain_no_merge, explain_no_regrouping, list_changed_counts
+from fastloop.errors import ConfigError, NotApplicable, require_positive
+from fastloop.feeds.accumulation_windows import explain_no_regrouping
+from fastloop.feeds.regrouped_steps import judge_regrouping, plan_other_batch, plan_regrouping
 from fastloop.records.card import DEVICE, Card, ClimbState, SearchSpace, Tunable, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Parity, Site, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import micro_batches
 
 MOST_TIMES_LARGER = 8
@@ -45,8 +50,7 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
         refused = "a step is one micro-batch already: a larger one would change the global batch"
         yield Variant(settings=(), refused=refused)
         return
-    sizes = [size for size in (whole, whole // 2) if size > micro and not size % micro]
-    settings = tuple({"micro_batch": size} for size in sizes)
+    settings = tuple({"micro_batch": size} for size in (whole, whole // 2) if size > micro and not size % micro)
     yield Variant(settings=settings, every=False, tune=whole >= 4 * micro)
 
 
@@ -79,125 +83,70 @@ class Batch:
     *Split* (micro_batch smaller than the loader's batch): batch_idx, global_step, schedules, validation, checkpoints
     and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): the batches of a
     window, collated as ever, are put together, so whatever counted batches counts optimizer steps; the plan names it.
-    Batches that cannot be put together run one by one, and so do all where the first window's gradient becomes another.
-    What training_step logs is put together as its reduce_fx says: means by samples, sums added, extremes of the parts.
+    Batches stay as they are where they cannot be put together, and all do where the first window's gradient becomes
+    another. What training_step logs is put together as its reduce_fx says: means by samples or tokens, sums, extremes.
     """
 
     enabled: bool = False
     micro_batch: int | Literal["auto"] = "auto"
-    """Samples per forward and backward pass. `auto` comes in a later version and is skipped until then."""
-    global_batch: Literal["keep"] = "keep"
-    """keep = the samples of each optimizer step stay what they were."""
+    """Samples per forward and backward pass. auto = the fastest that fits, tried on the first step's own samples."""
+    target_memory: float = 0.9
+    """auto: share of the device's memory that may be in use, with the optimizer's state."""
+    global_batch: int | Literal["keep"] = "keep"
+    """keep = the samples of each optimizer step, of all ranks, stay what they were. A number is another training."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Of learning rates, with a global batch of your own: by its ratio to the old one, or the root of that."""
     batch_norm: Literal["groups", "merge"] = "groups"
     """groups = where batches are merged, BatchNorm keeps the statistics of each. merge = it takes all of them as one,
     which is less work and another training."""
-    loss_is_mean: bool = field(default=False)
+    loss_is_mean: bool = False
     """Your word that the loss is a mean over samples where the code, or the first window's gradient, says otherwise."""
 
     def __post_init__(self) -> None:
         why = "a micro-batch needs at least one sample"
         require_positive("batch.micro_batch", self.micro_batch, why=why, do="write a positive number")
+        require_positive("batch.global_batch", self.global_batch, why="a step needs samples", do="write keep")
+        if not 0 < self.target_memory <= 1:
+            key = "batch.target_memory"
+            raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it is a share", do="write 0.9")
 
     def plan(self, facts: Facts) -> Change:
         """Decide between split, merge and nothing to do."""
         self._refuse(facts)
         if facts.loader is None:
-            keys = ("step.micro_batch", "loader.window")
+            keys = ("step.micro_batch", "loader.window", "trainer.accumulate_grad_batches")
             return Change(waits_for="the train loader", may_want=keys, facts={"micro_batches": True})
-        assert isinstance(self.micro_batch, int)
-        micro, size, window = self.micro_batch, facts.loader.batch_size, facts.accumulate
-        wants: dict[str, Any] = {}
-        after: dict[str, Any] = {"micro_batches": True}
-        merges = size is not None and micro > size and window > 1
-        groups = merges and self.batch_norm == "groups" and bool(facts.batchnorms) and not facts.other_batchnorms
-        notes = self._notes(facts, groups=groups)
-        if size is not None and merges:
-            if (reason := explain_no_merge(facts, facts.loader)) is not None:
-                raise NotApplicable(reason)
-            if groups:
-                micro = self._round_down(size, notes)
-                wants["step.batch_norm"] = "groups"
-            wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
-            if self.loss_is_mean:
-                wants["step.loss_is_mean"] = True
-            after["accumulate"] = 1  # a short last batch is a piece of its own even where a window runs in one
-            notes += list_changed_counts(facts, facts.loader)
-        elif size is not None and micro > size:
-            none = f"micro_batch={micro} with batches of {size} and no accumulation"
-            raise NotApplicable(f"{none}: a larger one would change the global batch")
-        elif micro == size:
-            raise NotApplicable(f"the loader's batches already have {size} samples")
-        # BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order.
-        parity: Parity = "changes-training" if facts.batchnorms and not groups else "approximate"
-        actions = (Action(keys=("model.batch_norm",), when="train_start", do=_group_norms),) if groups else ()
-        wants["step.micro_batch"] = micro
-        return Change(parity=parity, notes=tuple(notes), wants=wants, actions=actions, facts=after)
-
-    def _round_down(self, size: int, notes: list[str]) -> int:
-        """The largest micro-batch that holds whole batches of `size`, and several of them."""
-        assert isinstance(self.micro_batch, int)
-        if self.micro_batch < 2 * size:
-            raise NotApplicable(
-                f"micro_batch={self.micro_batch} holds one whole batch of {size}, and BatchNorm keeps the statistics of"
-                f" whole batches: write {2 * size} or more, or batch_norm: merge"
-            )
-        micro = self.micro_batch // size * size
-        if micro != self.micro_batch:
-            notes.append(f"micro_batch {self.micro_batch} is taken as {micro}, whole batches of {size} for BatchNorm")
-        return micro
+        how: dict[str, Any] = {"micro": self.micro_batch, "batch_norm": self.batch_norm}
+        factor = 1.0
+        if self.global_batch == "keep":
+            change = plan_regrouping(facts, facts.loader, **how)
+        else:
+            change, factor = plan_other_batch(facts, facts.loader, self.global_batch, self.lr_scaling, **how)
+        wants, actions = dict(change.wants), []
+        wants |= {"step.target_memory": self.target_memory} if self.micro_batch == "auto" else {}
+        wants |= {"step.loss_is_mean": True} if self.loss_is_mean else {}
+        if "step.batch_norm" in wants:
+            actions.append(Action(keys=("model.batch_norm",), when="train_start", do=_group_norms))
+        if factor != 1:
+            actions.append(Action(keys=("optimizer.rates",), when="train_start", do=partial(_scale_rates, factor)))
+        return dataclasses.replace(change, wants=wants, actions=tuple(actions))
 
     def _refuse(self, facts: Facts) -> None:
-        if self.micro_batch == "auto":
-            raise NotApplicable("micro_batch: auto does not exist yet; write a number")
         if (reason := explain_no_regrouping(facts)) is not None:
             raise NotApplicable(reason)
         if facts.batchnorms and self.micro_batch == 1:
             raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
-            raise NotApplicable(
-                f"the loss is not a mean over samples: {', '.join(facts.not_mean_losses)};"
-                " if it is, write batch.loss_is_mean: true"
-            )
-
-    def _notes(self, facts: Facts, *, groups: bool) -> list[str]:
-        notes = [
-            "a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
-            " changes with the micro-batch: prove yours with fastloop ab"
-        ]
-        if facts.batchnorms:
-            names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
-            changes = f"normalise over micro-batches of {self.micro_batch}, which changes the training"
-            if facts.loader and isinstance(self.micro_batch, int) and self.micro_batch < (facts.loader.batch_size or 0):
-                changes += f" and cannot be helped below your batches of {facts.loader.batch_size}"
-            told = "keep the statistics of each of your batches" if groups else changes
-            notes.append(f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}")
-            if facts.other_batchnorms and self.batch_norm == "groups":
-                other = facts.other_batchnorms[0]
-                notes.append(
-                    f"{other} is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it"
-                )
-        return notes
+            losses, word = ", ".join(facts.not_mean_losses), "if it is, write batch.loss_is_mean: true"
+            raise NotApplicable(f"the loss is not a mean over samples: {losses}; {word}")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when steps ran in micro-batches other than the loader's own."""
-        evidence: Any = seen.evidence.get("batch", {})
-        if not evidence.get("steps"):
-            return Verdict(took=False, why="no optimizer step ran")
-        problem, apart = evidence.get("problem"), evidence.get("apart_steps")
-        if apart and not evidence["changed_steps"]:
-            why = f"windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
-            return Verdict(took=False, why=why)
-        if not evidence["changed_steps"]:
-            return Verdict(took=False, why=f"batches run whole: {problem or 'none was larger than micro_batch'}")
-        sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
-        why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
-        if norms := evidence.get("grouped_norms"):
-            why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
-        if problem:
-            why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
-        if apart:
-            why += f"; {apart} of {evidence['steps']} windows run batch by batch: {evidence['apart_why']}"
-        return Verdict(took=True, why=why)
+        """Taken when steps ran in micro-batches other than the loader's own, or had the samples that were asked for."""
+        verdict = judge_regrouping(seen.evidence.get("batch", {}))
+        if seen.global_batch == self.global_batch:
+            why = f"each optimizer step had {self.global_batch} samples; {verdict.why}"
+            return dataclasses.replace(verdict, took=True, why=why)
+        return verdict
 
 
 def _group_norms(site: Site) -> Applied:
@@ -205,3 +154,7 @@ def _group_norms(site: Site) -> Applied:
 
     undo = group_forwards(site.module, site.groups)
     return Applied(undo=undo, probe=lambda: {"grouped_norms": len(site.groups.norms), "groups": site.groups.most})
+
+
+def _scale_rates(factor: float, site: Site) -> Applied:
+    return Applied(undo=site.scale_rates(factor))

@@ -16,7 +16,7 @@ from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, share_of
 from fastloop.feeds.device_store.wanted import plan_on_device
-from fastloop.records.card import Card
+from fastloop.records.card import Card, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
@@ -30,8 +30,10 @@ CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     evidence={"hits": 0, "device_batches": 0},
-    applies=lambda seen: bool(loader(seen).get("map_style")) and is_worth_handing_over(seen),
-    variants=(),  # trials end within an epoch, before there is anything to gain
+    answers={"data_wait": 3, "decoding": 2},
+    applies=lambda seen: loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
+    # Where trials end within an epoch, nothing comes again.
+    variants=lambda state: [Variant(changes="engine")] if state.epochs_end else [],
 )
 """What other files know of this rung."""
 

@@ -42,7 +42,7 @@ CARD = Card(
     family="feed",
     does="DALI decodes image files outside of Python, and only the part of each that is used",
     evidence={"images": 0},
-    answers={"data_wait": 2},
+    answers={"data_wait": 2, "decoding": 1},
     applies=lambda seen: loader(seen).get("decode_ms") is not None,
     variants=_variants,
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
@@ -54,7 +54,8 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Dali:
-    """An ImageFolder's train loader through DALI: the same samples in the same batches. Evaluation stays as it is.
+    """An ImageFolder's train loader through DALI: the same samples in the same batches. Evaluation stays as it is, but
+    for validation where that is asked for.
 
     ImageFolder, DatasetFolder with torchvision's image loader, Subset and ConcatDataset of them, or a dataset that says
     ``image_path_and_label(index)``; with torchvision's RandomResizedCrop, Resize, CenterCrop, RandomCrop,
@@ -69,6 +70,8 @@ class Dali:
     """DALI's threads per rank; auto = all CPUs of the rank, or at most 4 where the GPU decodes."""
     resize: Literal["auto", "cpu", "device"] = "auto"
     """Where pictures that the CPU decoded are resized; auto = on the device, which has less to do."""
+    validation: bool = False
+    """Load for validation too: the same samples in their order, pixels as far off as in training."""
 
     def __post_init__(self) -> None:
         why, do = "nobody would decode", "write a positive number or auto"
@@ -86,7 +89,8 @@ class Dali:
         if self.decode == "mixed" and facts.device != "cuda":
             raise NotApplicable("decode: mixed needs CUDA; write auto or cpu")
         if facts.loader is None:
-            return Change(waits_for="the train loader", may_want=("loader.engine",))
+            may_want = ("loader.engine", *(("evaluation.engine",) if self.validation else ()))
+            return Change(waits_for="the train loader", may_want=may_want, evaluation=self.validation)
         loader = facts.loader
         images = _find_images(loader, facts)
         on_gpu = facts.device == "cuda"
@@ -100,6 +104,8 @@ class Dali:
             on_gpu=on_gpu,
             keeps=not facts.reload_every_n_epochs,
         )
+        if facts.evaluates:
+            return Change(wants={"evaluation.engine": engine}, parity="approximate")
         return Change(
             wants={"loader.engine": engine},
             parity="approximate",
@@ -120,7 +126,8 @@ class Dali:
     def _notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
         by = "the GPU decodes" if engine.decode == "mixed" else "the CPU decodes"
         rule = f" (by a rule: {ENOUGH_CPUS} CPUs for each GPU are taken to be enough)" if facts.device == "cuda" else ""
-        notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; train loaders only"]
+        loaders = "train and validation loaders" if self.validation else "train loaders only"
+        notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; {loaders}"]
         if random := [type(step).__name__ for step in images.steps if isinstance(step, RANDOM)]:
             notes.append(f"DALI draws its own random numbers: {', '.join(random)} come out differently each time")
         if loader.num_workers:
@@ -139,6 +146,10 @@ class Dali:
             why += f"; {found['checked_samples']} compared samples deviate by {mean:.2f} of 255 levels"
         if plain:
             why += f"; {plain} batches were loaded without it: {found.get('why_plain')}"
+        if self.validation:
+            why += f"; for validation it decoded {found.get('validation_images', 0)}"
+            plain = found.get("validation_why_plain")
+            why += "" if plain is None else f", and a loader was left as it is: {plain}"
         return Verdict(took=images > 0, why=why)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.records.card import Card, read_int
+from fastloop.records.card import Card, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
@@ -32,7 +32,7 @@ CARD = Card(
     applies=lambda seen: (
         loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
     ),
-    variants=(),  # a climb predicts a loader by the number of its processes, and here are none
+    variants=(Variant(changes="engine"),),
     loads_elsewhere=True,
     batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
 )

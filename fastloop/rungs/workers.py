@@ -66,7 +66,11 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Worker processes for map-style loaders that have none. Evaluation loaders stay as they are."""
+    """Worker processes for map-style loaders that have none. Evaluation loaders stay as they are.
+
+    Where a shipped ladder switched them on, the first batches are timed: without workers from there on, if taking a
+    batch from one takes longer than making it.
+    """
 
     enabled: bool = False
     count: int | Literal["auto"] = "auto"

@@ -156,4 +156,5 @@ def refused(rungs: Mapping[str, Any]) -> dict[str, str | None]:
 def test_a_shipped_ladder_switches_nothing_on_that_is_always_refused(name: str) -> None:
     rungs = yaml.safe_load(shipped("ladders")[name].read_text())["rungs"]
     assert rungs and refused(rungs) == {}
-    assert list(refused({**rungs, "batch": {"enabled": True}})) == ["batch"], "the control: it needs a number"
+    control = {**rungs, "batch": {"enabled": True, "micro_batch": 64}}
+    assert list(refused(control)) == ["batch"], "the control: batches have 64 samples already"

@@ -146,6 +146,36 @@ def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[
     assert "num_workers=6 on 8 CPUs" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
 
 
+DECODES = {**MAP, "decode_ms": 4.1}
+INSTEAD = "decoding takes 4.1 ms an image on one core"
+
+
+@pytest.mark.parametrize(
+    ("loader", "step", "refused", "patch", "says"),
+    [
+        (DECODES, 100.0, {}, "workers", f"({INSTEAD});"),  # 60 ms of making by 7 workers, 40 of work
+        (DECODES, 66.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
+        (DECODES, 66.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
+        (DECODES, 66.0, {"dali": "no", "cache": "no"}, "workers", f"({INSTEAD});"),
+        (DECODES, 66.0, {"dali": "no", "cache": "no", "workers": "no"}, None, f"({INSTEAD});"),
+        ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
+        ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
+        ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
+        (MAP, 66.0, {}, "workers", "the next batch was not there; the loader has 0 workers"),
+    ],
+)
+def test_image_files_name_the_feed_that_helps(
+    loader: dict[str, Any], step: float, refused: dict[str, str], patch: str | None, says: str
+) -> None:
+    """Workers where they would keep up; else what decodes less, as far as the run's own loader can have it."""
+    seen = Measurement(
+        step_ms={"mean": step}, parts_ms={"data_wait": 60.0}, evidence={"loader": loader, "refused": refused}
+    )
+    (finding,) = findings(seen)
+    assert says in finding.why
+    assert finding.patch == (patch and {"rungs": {patch: {"enabled": True}}})
+
+
 @pytest.mark.parametrize("wait", [5.0, 20.0, 50.0, 90.0, 99.0])
 def test_the_estimate_is_the_step_without_the_wait(wait: float) -> None:
     finding = only(MAP, wait=wait)

@@ -80,11 +80,12 @@ def test_nvml_is_not_trusted_on_a_starved_device() -> None:
         ({"micro_batch": 32}, ("batch",), {"compile": {"enabled": True}}),
         ({"micro_batch": None}, (), {"compile": {"enabled": True}}),
         ({}, ("compile",), {"fused": {"enabled": True}}),
-        ({}, ("compile", "fused"), None),
+        ({}, ("compile", "fused"), {"host": {"enabled": True, "step_graph": "auto"}}),
+        ({}, ("compile", "fused", "host"), None),
     ],
 )
 def test_what_helps_against_launches(change: dict[str, Any], enabled: tuple[str, ...], patch: Any) -> None:
-    evidence = {"compile": {"graphs": 3}, "fused": {"fused_groups": 1}}
+    evidence = {"compile": {"graphs": 3}, "fused": {"fused_groups": 1}, "host": {"replayed_steps": 9}}
     (finding,) = findings(cifar10_launches(evidence=evidence, **change), enabled)
     assert finding.bottleneck == "launch_bound"
     assert finding.patch == (None if patch is None else {"rungs": patch})
@@ -93,10 +94,10 @@ def test_what_helps_against_launches(change: dict[str, Any], enabled: tuple[str,
 
 
 def test_a_rung_that_did_not_take_is_said_to_be_on() -> None:
-    enabled = ("compile", "fused")
+    enabled = ("compile", "fused", "host")
     (finding,) = findings(cifar10_launches(evidence={"compile": {"graphs": 0}}), enabled)
     assert "compile is on but had no effect" in finding.why and "fused is on, but nothing shows" in finding.why
-    took = {"compile": {"graphs": 2, "failures": []}, "fused": {"fused_groups": 1}}
+    took = {"compile": {"graphs": 2, "failures": []}, "fused": {"fused_groups": 1}, "host": {"replayed_steps": 9}}
     (finding,) = findings(cifar10_launches(evidence=took), enabled)
     assert "is on but" not in finding.why and "is on, but" not in finding.why
 

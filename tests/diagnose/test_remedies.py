@@ -142,4 +142,4 @@ def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others()
     turned = resnet50_naive(evidence={"new": {"turns": "some"}})
     assert on.choose(turned, "data_wait", "-").says == "no further rung helps: turn it up"
     assert on.took_effect(resnet50_naive(evidence={"new": {"turns": "none"}}), "new") is False
-    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused"]
+    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused", "host"]

@@ -25,6 +25,11 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def test_waiting_for_a_cpu_is_what_the_kernel_counts(tmp_path: Path) -> None:
+    assert machine.cpu_wait_s(write(tmp_path, {"proc/thread-self/schedstat": "31 2500000000 7"})) == 2.5
+    assert machine.cpu_wait_s(tmp_path / "elsewhere") is None
+
+
 def executable(path: Path, text: str = "") -> Path:
     write(path.parent, {path.name: f"#!/bin/sh\n{text}"})
     path.chmod(0o755)

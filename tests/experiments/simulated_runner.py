@@ -299,7 +299,10 @@ def make_climb(
     devices: int = 1,
     allow: Sequence[str] = (),
     warmup: int = 20,
+    ladders: Mapping[str, Stack] | None = None,
 ) -> Climb:
     """A climb on a made-up machine."""
-    start = Start(enabled=frozenset(enabled), devices=devices, allow=frozenset(allow), cpus=12)
+    start = Start(
+        enabled=frozenset(enabled), devices=devices, allow=frozenset(allow), cpus=12, ladders=dict(ladders or {})
+    )
     return Climb(runner, start, warmup=warmup, rows=rows)

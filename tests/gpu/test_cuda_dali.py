@@ -113,3 +113,30 @@ def test_a_fit(folder: Path, decode: str) -> None:
         assert verdicts[rung].why.startswith("DALI makes the batches on the device")
     labels = [sorted(chain.from_iterable(module.labels[at : at + 7])) for at in (0, 7, 14)]
     assert labels == [list(range(40))] * 3
+
+
+def test_validation_on_the_device(folder: Path) -> None:
+    """Every sample once and in order, the loss of the dataset's own pictures, in float32 and in a trained layout."""
+    import lightning as L
+
+    losses, labels = [], []
+    for rungs in ({}, {"dali": {"enabled": True, "validation": True}, "layout": {"enabled": True}}):
+        torch.manual_seed(0)
+        loop, module = FastLoop({"rungs": rungs, "watch": {"warmup_steps": 1}}, quiet=True), Sees(convolves=True)
+        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign, misc]
+        trainer = L.Trainer(
+            accelerator="gpu",
+            devices=1,
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            callbacks=[loop],
+        )
+        val = DataLoader(pictures(folder, still=True), batch_size=6)
+        trainer.fit(module, load(folder, shuffle=False, still=True), val)
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+        labels.append(module.labels)
+        assert trainer.val_dataloaders is val
+    assert labels[0] == labels[1] and losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert loop.measurement is not None and loop.measurement.evidence["dali"]["validation_images"] == 12 + 2 * 40

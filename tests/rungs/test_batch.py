@@ -23,9 +23,10 @@ from tests.rungs.two_ranks import CASES, results
 from tests.runs import Net, batches, both, distance, run
 
 NOTE = (
-    "a loss that compares samples of a batch (contrastive, in-batch negatives) or weighs tokens unequally"
-    " changes with the micro-batch: prove yours with fastloop ab"
+    "the first step's gradient decides whether batches run in other pieces: they stay as they are where the loss"
+    " compares samples (contrastive, in-batch negatives)"
 )
+WINDOW = {"loader.window": 4, "trainer.accumulate_grad_batches": 1}
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 
 
@@ -53,7 +54,6 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "given", "reason"),
     [
-        ({"micro_batch": "auto"}, facts(), "micro_batch: auto does not exist yet; write a number"),
         ({}, facts(automatic_optimization=False), "manual optimization: the module runs its own backward passes"),
         (
             {},
@@ -88,6 +88,33 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
             "BatchNorm needs more than one sample: net.1; write 2 or more",
         ),
         ({"micro_batch": 8}, facts(), "the loader's batches already have 8 samples"),
+        (
+            {"micro_batch": "auto"},
+            facts(batchnorms=("net.1",)),
+            "limited by your batches: BatchNorm keeps the statistics of each, and none are accumulated; a micro-batch"
+            " that you write changes the training",
+        ),
+        (
+            {"micro_batch": "auto"},
+            facts(accumulate=4, batchnorms=("net.1",), other_batchnorms=("net.1",)),
+            "limited by your batches: BatchNorm keeps the statistics of each, and net.1 keeps no merged ones apart; a"
+            " micro-batch that you write changes the training",
+        ),
+        (
+            {"micro_batch": "auto"},
+            facts(1),
+            "limited by your batches of one sample: a larger micro-batch would change the global batch",
+        ),
+        (
+            {"global_batch": 20},
+            facts(world_size=2),
+            "global_batch=20 is made of whole batches of 8 on each of 2 ranks: write 16",
+        ),
+        (
+            {"global_batch": 64},
+            facts(None),
+            "global_batch=64: DataLoader does not say how many samples a batch has",
+        ),
         ({"micro_batch": 8}, facts(accumulate=4), "the loader's batches already have 8 samples"),
         (
             {"micro_batch": 16},
@@ -129,6 +156,14 @@ def test_plan_says_what_changes() -> None:
     )
     assert Batch(enabled=True, micro_batch=4).plan(Facts()).waits_for == "the train loader"
     Batch(enabled=True, micro_batch=4, loss_is_mean=True).plan(facts(not_mean_losses=("x",)))
+    half = Batch(enabled=True, micro_batch=4).plan(facts(precision="bf16-true"))
+    assert "gradients add up in bf16-true: many small ones are lost; bf16-mixed keeps them" in half.notes
+    other = Batch(enabled=True, micro_batch=4, global_batch=16).plan(facts(accumulate=4))
+    assert other.wants == {"step.micro_batch": 4, "trainer.accumulate_grad_batches": 2}
+    assert other.notes[:2] == (
+        "ANOTHER TRAINING: an optimizer step has 16 samples in place of 32; learning rates as they are",
+        "max_steps and schedules still count steps, each of 0.5 times the samples",
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,6 +211,8 @@ def test_plan_of_batchnorm(settings: Any, given: Any, wants: Any, parity: str, t
         {"micro_batch": "most"},
         {"global_batch": "grow"},
         {"batch_norm": "keep"},
+        {"target_memory": 1.5},
+        {"lr_scaling": "cubic"},
     ],
 )
 def test_impossible_settings_are_config_errors(settings: dict[str, Any]) -> None:
@@ -234,6 +271,78 @@ def test_parity(rungs: Any, train: Any, settings: dict[str, Any]) -> None:
         **settings,
     )
     assert distance(plain, moved) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "wants", "parity"),
+    [
+        ({}, facts(), {"step.whole_batches": False}, "approximate"),
+        ({}, facts(accumulate=4), {"step.whole_batches": False, **WINDOW}, "approximate"),
+        (
+            {"target_memory": 0.5},
+            facts(accumulate=4, batchnorms=("net.1",)),
+            {"step.whole_batches": True, "step.batch_norm": "groups", "step.target_memory": 0.5, **WINDOW},
+            "approximate",
+        ),
+        (
+            {"batch_norm": "merge"},
+            facts(accumulate=4, batchnorms=("net.1",)),
+            {"step.whole_batches": True, **WINDOW},
+            "changes-training",
+        ),
+    ],
+)
+def test_plan_of_auto(settings: Any, given: Facts, wants: Any, parity: str) -> None:
+    change = Batch(enabled=True, **settings).plan(given)
+    assert change.wants == {"step.micro_batch": "auto", "step.target_memory": 0.9} | wants and change.parity == parity
+
+
+SCHEDULES = {
+    "cycle": lambda optimizer, module: {
+        "scheduler": torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.02 * module.scale, total_steps=module.trainer.estimated_stepping_batches
+        ),
+        "interval": "step",
+    },
+    "chain": lambda optimizer, _: {
+        "scheduler": torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+            ],
+            [3],
+        ),
+        "interval": "step",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor", "schedule"), [("none", 1.0, "cycle"), ("linear", 4.0, "cycle"), ("sqrt", 2.0, "chain")]
+)
+def test_a_global_batch_of_ones_own(scaling: str, factor: float, schedule: str) -> None:
+    """The same as to write it into the Trainer and the optimizer by hand; and no rate is left behind."""
+
+    class Scaled(Net):
+        def __init__(self, scale: float = 1.0) -> None:
+            self.scale = scale
+            super().__init__(torch.optim.AdamW, SCHEDULES[schedule], lr=0.01 * scale)
+
+    rungs = {"batch": {"micro_batch": 8, "global_batch": 32, "lr_scaling": scaling}}
+    ours = run(rungs, batches(96), Scaled, max_epochs=4)
+    by_hand = run(None, batches(96), partial(Scaled, factor), max_epochs=4, accumulate_grad_batches=4)
+    assert distance(by_hand, ours) < 1e-6 and ours.record.rates == pytest.approx(by_hand.record.rates, rel=1e-9)
+    verdict, rates = ours.verdict("batch"), "as they are" if factor == 1 else f"multiplied by {factor:g} ({scaling})"
+    assert verdict.took and verdict.parity_class == "changes-training"
+    assert verdict.why.startswith("each optimizer step had 32 samples")
+    assert ours.loop is not None and ours.loop.plan.steps[0].change.notes[0] == (
+        f"ANOTHER TRAINING: an optimizer step has 32 samples in place of 8; learning rates {rates}"
+    )
+    assert ours.trainer.accumulate_grad_batches == 1
+    left, theirs = (each.trainer.optimizers[0].param_groups[0]["lr"] for each in (ours, by_hand))
+    assert left * factor == pytest.approx(theirs)
+    assert distance(run(None, batches(96), Scaled, max_epochs=4), ours) > 1e-3
 
 
 def attributes(trainer: L.Trainer, module: Any) -> dict[str, Any]:
@@ -414,6 +523,16 @@ def test_two_ranks_agree_on_a_refusal() -> None:
         assert ours["took"] == {"batch": False} and ours["why"].startswith(why), rank
         assert ours["apart"] == ours["steps"] == plain["steps"] and ours["exchanges"] == plain["exchanges"]
         assert apart(plain["weights"], ours["weights"]) == 0 and ours["samples"] == plain["samples"]
+
+
+@pytest.mark.multirank
+def test_two_ranks_agree_on_the_smaller_size() -> None:
+    """The rank with less memory decides; from there on it is the run with that number, bit for bit."""
+    for rank in results():
+        ours, by_hand = rank["one rank has less memory"], rank["merged"]
+        assert ours["took"] == {"batch": True} and "by memory: there was not enough for 32" in ours["searched"]
+        assert ours["exchanges"] == by_hand["exchanges"] and ours["samples"] == by_hand["samples"]
+        assert apart(by_hand["weights"], ours["weights"]) == 0
 
 
 @pytest.mark.multirank

@@ -162,6 +162,9 @@ def test_takes(rungs: Any, tmp_path: Path) -> None:
         assert (found["hits"], found["misses"]) == ((36, 0) if warm else (24, 12)), "of both runs"
         assert found["kept_samples"] == 12 and found["kept_bytes"] > 12 * 16 * 21 * 3
         assert verdict.took is True and verdict.why.startswith(f"hit rate {'100' if warm else '67'}%: ")
+        assert ours.loop is not None and ours.loop.measurement is not None
+        filled_s = ours.loop.measurement.one_time_s["cache_fill"]
+        assert filled_s is not None and (filled_s == 0) is bool(warm) and filled_s <= found["fill_s"] + 1e-3
 
 
 def test_takes_in_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

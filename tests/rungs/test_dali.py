@@ -265,6 +265,46 @@ def test_workers_keep_the_same_order(folder: Path) -> None:
     assert ours.module.labels == plain.module.labels and ours.verdict("dali").took
 
 
+VALIDATES: dict[str, Any] = {"dali": {"threads": 2, "validation": True}}
+
+
+def test_validation_too_where_asked(folder: Path) -> None:
+    """Every sample once and in order, after a sanity check too, and the same loss; then the loader is the user's."""
+    from torchvision import transforms as T
+
+    from tests.feeds.dali.folders import read_folder
+
+    steps = (T.Resize(20), T.CenterCrop(16), T.ToTensor(), T.Normalize([0.5] * 3, [0.25] * 3))
+    val = DataLoader(Numbered(read_folder(folder, *steps)), 6)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 2}
+    plain, ours = both(VALIDATES, partial(load, folder, still=True), Sees, val=lambda: val, **settings)
+    assert ours.module.labels == plain.module.labels and ours.module.labels[:2] == [list(range(6)), list(range(6, 12))]
+    assert ours.record.hooks == plain.record.hooks
+    losses = [float(each.trainer.callback_metrics["val_loss"]) for each in (plain, ours)]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3) and losses[0] != losses[1], "DALI's pixels"
+    assert ours.seen("dali")["validation_images"] == 12 + 2 * 20 and ours.seen("dali")["images"] == 40
+    assert "; for validation it decoded 52" in ours.verdict("dali").why
+    assert ours.trainer.val_dataloaders is val
+    assert float(ours.trainer.validate(ours.module, val, verbose=False)[0]["val_loss"]) == losses[1], "as inside fit"
+    assert ours.trainer.val_dataloaders is val and "validation_images" not in run(DALI, val, Sees).seen("dali")
+
+
+@pytest.mark.parametrize("which", ["val", "train"])
+def test_validation_stays_the_loaders_where_dali_cannot(folder: Path, which: str) -> None:
+    """One that collates by itself is left; where the training has no DALI, validation has none either."""
+    own = DataLoader(pictures(folder, still=True), 6, collate_fn=lambda rows: torch.utils.data.default_collate(rows))
+    data, val = partial(load, folder, still=True), partial(load, folder, still=True, shuffle=False)
+    given: Any = (data, lambda: own) if which == "val" else (lambda: own, val)
+    plain, ours = both(VALIDATES, given[0], Sees, val=given[1], max_epochs=2)
+    assert ours.module.labels == plain.module.labels
+    assert (ours.reason("dali") is None) is (which == "val")
+    seen = ours.seen("dali")
+    assert seen["validation_images"] == 0
+    if which == "val":
+        assert seen["validation_why_plain"].startswith("a collate_fn of your own")
+        assert "a loader was left as it is: a collate_fn" in ours.verdict("dali").why
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_undo(folder: Path, raises: bool, newborns: Callable[[], list[psutil.Process]]) -> None:
     run(DALI, load(folder), Sees, max_epochs=1)  # what stays for good is there now

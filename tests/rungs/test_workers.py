@@ -7,6 +7,7 @@ import os
 import socket
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -371,6 +372,29 @@ def test_short_epochs_keep_their_workers_in_a_fit(changed: bool) -> None:
     assert ours.verdict("workers").took is not changed and ours.verdict("workers").parity_class == "exact"
     if changed:
         assert "Changes.on_train_epoch_start names train_dataloader" in (ours.reason("workers") or "")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("ladder", [True, False])
+def test_a_ladders_workers_have_to_pay(ladder: bool) -> None:
+    """Tiny batches that are made sooner than handed over. Named by the user, they only have to work."""
+
+    class Trains(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.01)  # the next batch lies ready after it
+            return super().training_step(batch, batch_idx)
+
+    off = ("pin", "prefetch", "overlap", "cache")
+    rungs = {**{rung: {"enabled": False} for rung in off}, "workers": {"count": 2}}
+    config = {"base": "safe", "rungs": rungs} if ladder else {"rungs": {"workers": {"enabled": True}}}
+    loop = FastLoop({**config, "strict": True}, quiet=True)
+    plain, ours = (
+        run(None, batches(160, shuffle=True), Trains, max_epochs=2, callbacks=callbacks) for callbacks in ((), (loop,))
+    )
+    (verdict,) = (each for each in loop.verdicts if each.rung == "workers")
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
+    assert verdict.took is not ladder and verdict.parity_class == "exact"
+    assert ("ms to make, and taking it from a worker took" in verdict.why) is ladder
 
 
 def collate_local(samples: Any) -> Any:

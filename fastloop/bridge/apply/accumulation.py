@@ -1,28 +1,14 @@
-"""Accumulation windows as loader batches: the Trainer's counters of batches, rescaled to windows and back; and whether
-a window's gradient allows it."""
+"""Accumulation windows as loader batches: the Trainer's counters of batches, rescaled to windows and back."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
-from fastloop.bridge import namespaces
-from fastloop.bridge.apply.read_precision import find_precision
-from fastloop.bridge.apply.rehearse.untouched import untouched
-from fastloop.bridge.apply.site import attribute
-from fastloop.errors import NotApplicable, let_through
-from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
-from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
 from fastloop.feeds.accumulation_windows import WindowSampler, batches_between_validations, count_used_batches
-from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
-from fastloop.feeds.batch_tree import map_tensors
-from fastloop.feeds.splitting import Piece
 from fastloop.records.plan import Undo
 
 _PROGRESS = "epoch_loop.batch_progress"
@@ -146,118 +132,3 @@ def _recount(counters: dict[str, int], convert: Callable[[int], int]) -> dict[st
     """
     done = convert(counters["processed"])
     return {name: max(0, done + value - counters["processed"]) for name, value in counters.items()}
-
-
-# May a window's batches be trained on as one? Their gradients taken apart and together say so, before either counts.
-#
-# The model runs twice on the first window, with the random streams where they are, without dropout and with BatchNorm
-# on its running statistics, so that nothing but the loss can make a difference. Of that no trace is left.
-
-MOST_COPIED_BYTES = 2**32
-"""Of parameters, to the host."""
-TakeLoss = Callable[[Any, int], Any]
-"""training_step's loss for a batch, and the number of that batch in its window."""
-
-
-def explain_difference(
-    strategy: Any,
-    own: Sequence[Piece],
-    merged: Sequence[Piece],
-    take_loss: TakeLoss,
-    groups: BatchGroups | None = None,
-    compares: bool = True,
-) -> str | None:
-    """Why a window must not run as `merged`; None where its gradient is that of the user's `own` batches.
-
-    Args:
-        groups: BatchNorm is to see each of the batches by itself; None: that is not asked for.
-        compares: look at the gradient.
-    """
-    module, plugin = strategy.lightning_module, strategy.precision_plugin
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    scaler = getattr(plugin, "scaler", None)
-    scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without it float16 underflows; it begins too high
-
-    def sample(piece: Piece, number: int) -> torch.Tensor:
-        if means is not None:
-            means.begin()
-        with nullcontext() if groups is None else groups.of(piece.groups):
-            with plugin.train_step_context():
-                loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
-            if loss is None:
-                raise ValueError("training_step returned no loss")
-            return sample_gradient(loss * scale, parameters)
-
-    means = None if groups is None else MeansOfGroups(groups)
-    try:
-        with _quiet(strategy), _unwritten(list(module.parameters())):
-            with untouched(module), nullcontext() if means is None else means.looking():
-                before = _read_streams(strategy)
-                apart = [sample(piece, number) for number, piece in enumerate(own)]
-                drew = not all(map(torch.equal, before, _read_streams(strategy)))
-            with untouched(module), nullcontext() if means is None else means.looking():
-                together = sum((sample(piece, 0) * piece.weight for piece in merged), start=torch.zeros(()))
-    except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
-        let_through(error)
-        said = " ".join(str(error).split())[:200]
-        return f"accumulated and merged could not be compared: {type(error).__name__}: {said}"
-    if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
-        return mixed
-    if not compares:
-        return None
-    found = measure_difference(apart, [piece.weight for piece in own], together)
-    if found is None:
-        return "accumulated and merged could not be compared: the gradient is not finite"
-    halves = any(parameter.element_size() < 4 for parameter in parameters)
-    precision = "bf16" if halves else find_precision(module.trainer, module)
-    if found.along <= MOST_ALONG and found.apart <= MOST_APART[precision]:
-        return None
-    if drew:
-        return f"training_step draws random numbers of its own: accumulated and merged differ by {found.apart:.1e}"
-    return f"the loss is not a mean over samples: the merged gradient differs by {found.apart:.1e}"
-
-
-@contextlib.contextmanager
-def _unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Parameters that a forward pass writes to are afterwards what they were.
-
-    Raises:
-        NotApplicable: there were such.
-    """
-    versions = [parameter._version for parameter in parameters]
-    few = sum(parameter.nbytes for parameter in parameters) <= MOST_COPIED_BYTES
-    copies = [parameter.detach().to("cpu", copy=True) for parameter in parameters] if few else []
-    try:
-        yield
-    finally:
-        if [parameter._version for parameter in parameters] != versions:
-            with torch.no_grad():
-                for parameter, copied in zip(parameters, copies, strict=False):
-                    parameter.copy_(copied)
-            raise NotApplicable("training_step changes parameters")
-
-
-@contextlib.contextmanager
-def _quiet(strategy: Any) -> Iterator[None]:
-    """Without logging, compiling, dropout, and the statistics of a batch."""
-    module, trainer = strategy.lightning_module, strategy.lightning_module.trainer
-    dummy = namespaces.load(namespaces.of(strategy), "loggers.logger.DummyLogger")
-    norms = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
-    trained = [part for part in norms if part.training and part.track_running_stats]
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(attribute(module, "log", lambda *_args, **_named: None))
-        undo.callback(setattr, trainer, "loggers", trainer.loggers)
-        trainer.loggers = [dummy() for _ in trainer.loggers]
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.enter_context(without_functional_dropout())
-        undo.callback(switch_off_dropout(module))
-        for part in trained:
-            part.training = False
-            undo.callback(setattr, part, "training", True)
-        yield
-
-
-def _read_streams(strategy: Any) -> list[torch.Tensor]:
-    """Where torch's random streams are."""
-    device = strategy.root_device
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

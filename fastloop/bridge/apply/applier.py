@@ -7,18 +7,22 @@ Lightning offers, keeps an undo for each, and collects the evidence probes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.bridge.apply.micro_search import LEAST_STEPS, SizeSearch
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
 from fastloop.evidence.clock.one_time import OneTime
@@ -27,8 +31,9 @@ from fastloop.feeds.place.kept_order import Place
 from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Action, Moment, Plan, Step, Undo
+from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
 
+_VALIDATES = ("validate", "sanity_check")
 IN_STEPS = "second_look"
 """Among the evidence: batches with rungs and without, where somebody had to look."""
 
@@ -70,6 +75,8 @@ class Applier:
         self.plan = Plan()
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
+        self.graphs: GraphedSteps | None = None
+        self.validation: ValidationLoaders | None = None
         self._site: LiveSite | None = None
         self._loader_rungs: frozenset[str] = frozenset()
         """Enabled rungs whose plan waits for the train loader."""
@@ -96,6 +103,7 @@ class Applier:
             self.skip_all(f"this run could not be read: {_describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
+        self._site.graph_steps = self._graph_steps
         if trainer.state.fn != "fit":
             # Other stages get what changes results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
@@ -107,6 +115,11 @@ class Applier:
                 self._skip(step, why, is_refusal=False)
         self._may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
         self._loader_rungs = frozenset(step.rung for step in self._may_want.steps)
+        if (rung := self._may_want.owner(ENGINE)) is not None:
+            hands = {"say": self.say, "warn": self.warn}
+            self.validation = ValidationLoaders(self._site, rung, getattr(self.ladder, rung), **hands)
+            self._undos.append((rung, self.validation.give_back))
+            self._probes.append((rung, self.validation.evidence))
         self._check_strict()
         self._run("model")
 
@@ -127,12 +140,18 @@ class Applier:
     def loader(self, loader: Any) -> Any:
         """Lightning asks what to do with a loader. Only train loaders are changed, each as planned or not at all."""
         site = self._site
+        if site is not None and self.validation is not None and site.trainer.state.stage in _VALIDATES:
+            return self.validation.change(loader)
         if site is None or not self._loader_rungs or site.trainer.state.stage != "train":
             return loader
         before = self.plan, self.loaders, self.micro, len(self._undos)
         try:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
+                hands |= {
+                    "one_time": self.one_time,
+                    "by_ladder": self.terms.by_ladder if self.terms is not None else (),
+                }
                 self.loaders = TrainLoaders(site, place=self.place, **hands)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
@@ -152,6 +171,8 @@ class Applier:
     def train_start(self) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._run("train_start")
+        if self.validation is not None and self.plan.step(self.validation.name) not in self.plan.planned:
+            self.validation.give_back()  # the rung does not apply to this training
         if self.loaders is not None:
             self.loaders.train_start()
         if self._held and self.terms is not None and self._site is not None:
@@ -165,6 +186,11 @@ class Applier:
                 one_time=self.one_time,
                 warn=self.warn,
             )
+
+    @property
+    def facts(self) -> Facts | None:
+        """Of the machine, the run and the model as it was built; None where they could not be read."""
+        return None if self._site is None else self._site.facts
 
     @property
     def held(self) -> list[str]:
@@ -204,11 +230,17 @@ class Applier:
         if site is None:
             return step(*args, **kwargs)
         step = site.take_notes(step)
+        for note in site.every_batch:
+            note()
         if self.tries is not None:
             self.tries.note_batch(args)
             for convert in self.tries.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
                 args = (batch, *args[1:])
+        if self.graphs is not None:
+            if self.micro is None:
+                return self.graphs.run(step, *args)
+            self.graphs.refused = "a rung cuts or merges the batches"
         if self.micro is None or not args:
             return step(*args, **kwargs)
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
@@ -220,6 +252,8 @@ class Applier:
 
     def after_backward(self) -> None:
         """Lightning has run a backward."""
+        if self.graphs is not None:
+            self.graphs.after_backward()
         if self.micro is not None:
             self.micro.after_backward()
         if self.tries is not None:
@@ -265,7 +299,7 @@ class Applier:
         self._probes.clear()
         self._cleans.clear()
         self.place.let_go()
-        self.loaders = self.micro = self._site = None
+        self.loaders = self.micro = self.validation = self._site = None
 
     def end_rehearsal(self) -> None:
         """Training is over: what has not been tried by now never was on."""
@@ -295,7 +329,7 @@ class Applier:
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             self.micro = MicroBatches(
-                samples,
+                self._make_search(site, rung, changed.wants) if samples == "auto" else samples,
                 rung=rung,
                 strict=self.strict,
                 compares=not changed.wants.get("step.loss_is_mean"),
@@ -309,15 +343,53 @@ class Applier:
             self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
         return result
 
-    def _give_up(self, key: str, reason: str) -> None:
-        """A setting that was planned for one train loader cannot apply to all of them."""
+    def _make_search(self, site: LiveSite, rung: str, wants: Mapping[str, Any]) -> SizeSearch:
+        """What finds the micro-batch on the first step."""
+
+        def skip() -> str | None:
+            if self.terms is None or rung not in self.terms.by_ladder or not self.terms.weighs_costs:
+                return None
+            left = self.terms.of_run(site.trainer).steps_left
+            return None if left is None or left >= LEAST_STEPS else f"this run is too short to search, {left} steps"
+
+        return SizeSearch(
+            target=wants["step.target_memory"],
+            whole=wants["step.whole_batches"],
+            quick=partial(self._quick_rungs, site),
+            key=(sorted(self._held), site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
+            skip=skip,
+            say=self.say,
+            warn=lambda line: self.warn(f"{rung}: {line}"),
+        )
+
+    @contextlib.contextmanager
+    def _quick_rungs(self, site: LiveSite) -> Iterator[Callable[[Any], Any]]:
+        """With those rungs on that wait for the rehearsal and have no one-time cost; gives what converts a batch."""
+        before = list(site.staging.conversions)
+        steps = [step for step in self.plan.planned if step.rung in self._held and step.change.rehearse == "modules"]
+        steps = [step for step in steps if step.change.pay_back is None]
+        try:
+            for step in steps:
+                try:
+                    self._apply_step(step)
+                except Exception as error:  # the rehearsal will say it
+                    let_through(error)
+                    self._unapply_step(step)
+            new = [convert for convert in site.staging.conversions if convert not in before]
+            yield lambda batch: reduce(lambda now, convert: convert(now), new, batch)
+        finally:
+            for step in reversed(steps):
+                self._unapply_step(step)
+
+    def _give_up(self, key: str, reason: str, *, is_refusal: bool = True) -> None:
+        """A setting that was planned for one train loader cannot apply to all of them, or is not worth it."""
         for step in self.plan.planned:
             if key in step.change.wants:
                 self._loader_rungs -= {step.rung}
                 self._given_up |= {step.rung}
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
-                self._skip(step, reason)
+                self._skip(step, reason, is_refusal=is_refusal)
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
@@ -340,6 +412,22 @@ class Applier:
             self._undos.append((step.rung, applied.undo))
             self._probes.append((step.rung, applied.probe))
             self._cleans.append((step.rung, applied.clean))
+
+    def _graph_steps(self, asked: bool) -> Applied:
+        assert self._site is not None
+        graphs = GraphedSteps(
+            self._site,
+            asked=asked,
+            is_ready=lambda: self.tries is None or self.tries.is_over,
+            one_time=self.one_time,
+        )
+        self.graphs = graphs
+
+        def undo() -> None:
+            graphs.undo()
+            self.graphs = None
+
+        return Applied(undo=undo, probe=graphs.evidence)
 
     def _apply_step(self, step: Step) -> None:
         """All actions of a rung at once, in mid-run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -10,16 +10,19 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge.apply.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 from fastloop.records.facts import Facts
+from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader
 
 
@@ -29,8 +32,11 @@ class TrainLoaders:
     Args:
         place: keeps the place of the run in its data.
         undo: takes the key of a setting and what puts its change back.
-        give_up: takes the key of a planned setting that turns out not to apply, and the reason.
-        warn: takes one line for the user.
+        give_up: takes the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
+            where it could apply, and is not worth it.
+        warn: takes one line for the user that must not be missed.
+        one_time: the ledger of costs that are none of a step's.
+        by_ladder: rungs that a shipped ladder switched on, and that must be worth it.
     """
 
     def __init__(
@@ -39,11 +45,14 @@ class TrainLoaders:
         *,
         place: PlaceKeeper,
         undo: Callable[[str, Undo], None],
-        give_up: Callable[[str, str], None],
+        give_up: Callable[..., None],
         warn: Callable[[str], None],
+        one_time: OneTime,
+        by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self.place = warn, place
+        self._warn, self.place, self._by_ladder = warn, place, by_ladder
+        self._one_time = one_time
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings of the workers that were left when there had to be fewer, and why."""
         self._merge: Merge | None = None
@@ -100,7 +109,14 @@ class TrainLoaders:
         reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
         if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
             settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
-        elif reads_ahead and base is loader and (stand_in := bound_batches(loader)) is not None:
+        elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
+            self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
+        if (
+            "batch_sampler" not in settings
+            and reads_ahead
+            and base is loader
+            and (stand_in := bound_batches(loader)) is not None
+        ):
             settings["batch_sampler"] = stand_in
         changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
         if (engine := plan.wants.get("loader.engine")) is not None:
@@ -142,6 +158,8 @@ class TrainLoaders:
             self._give_up(key, str(reason))
         else:
             self._keep(key, want)
+            if hasattr(want, "read_fill_s"):
+                self._one_time.follow(CACHE_FILL, want.read_fill_s)
             self.staging.to_floats = want.finish if finishes else self.staging.to_floats
 
     def _keep(self, key: str, made: Any) -> Any:
@@ -165,8 +183,13 @@ class TrainLoaders:
             warn=self._warn,
             turn_off=turn_off,
             free_cpus=plan.wants.get("launch.free_cpus", 0),
+            leave_out=self._leave_out if plan.owner("loader.num_workers") in self._by_ladder else None,
         )
         return tried.batches
+
+    def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
+        """Workers can load, and are not worth it here; the verdict says so."""
+        self._give_up("loader.num_workers", why, is_refusal=False)
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """There had to be fewer workers than planned, or none."""

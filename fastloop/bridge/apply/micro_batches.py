@@ -12,15 +12,16 @@ samples. Its pieces are then the user's own batches, which is the user's own acc
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.accumulation import explain_difference
+from fastloop.bridge.apply.gradient_check import Weighing, explain_difference, weigh_pieces
+from fastloop.bridge.apply.micro_search import SizeSearch
+from fastloop.bridge.apply.piece_logs import PieceLogs
+from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
 from fastloop.errors import FastLoopError
@@ -29,17 +30,18 @@ from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
-from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, join, mean
+from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss, join, sum_losses
+from fastloop.judge.micro_batch import FoundSize, list_sizes
 
 
 class MicroBatches:
     """Cuts each train batch and runs the pieces.
 
     Args:
-        micro: samples per piece.
+        micro: samples per piece; or what finds that, on the first window.
         rung: whose setting that is.
         strict: a batch that cannot be cut or merged is an error, raised before anything is computed from it.
-        compares: the first window's gradient decides whether windows are merged; False: they are, by the user's word.
+        compares: the first window's gradient decides whether windows are merged, or batches cut; False: they are.
         warn: takes one line for the user.
         one_time: the ledger of costs that are none of a step's.
         groups: told how many of the user's batches a piece holds; pieces then hold whole ones. None: nobody asks.
@@ -47,7 +49,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        micro: int,
+        micro: int | SizeSearch,
         *,
         rung: str,
         strict: bool = False,
@@ -56,7 +58,12 @@ class MicroBatches:
         one_time: OneTime | None = None,
         groups: BatchGroups | None = None,
     ) -> None:
-        self.micro, self.rung, self.strict, self.warn = micro, rung, strict, warn
+        self.search = micro if isinstance(micro, SizeSearch) else None
+        """Still to be made."""
+        self.micro = 0 if isinstance(micro, SizeSearch) else micro
+        self.rung, self.strict, self.warn = rung, strict, warn
+        self.found: FoundSize | None = None
+        self.weighing: Weighing | None = None
         self.groups, self._compares = groups, compares
         self.windows: WindowSampler | None = None
         self.whole: tuple[int, int] | None = None
@@ -69,7 +76,7 @@ class MicroBatches:
         self._window_of = -1
         self._misfit = False
         self.refused: str | None = None
-        """Why no window is merged in this run."""
+        """Why no window is merged, or no batch cut, in this run."""
         self.apart = False
         """The window at hand runs as the user's own batches."""
         self.apart_steps, self._apart_why = 0, ""
@@ -93,6 +100,10 @@ class MicroBatches:
             "merged_batches": self.windows.window if self.windows else 1,
             "apart_steps": self.apart_steps,
             "apart_why": self._apart_why or None,
+            "weighed_by": None if self.weighing is None else str(self.weighing.counter),
+            "micro_batch": self.micro,
+            "searched": None if self.found is None else self.found.why,
+            "rates": None if self.found is None else {str(size): rate for size, rate in self.found.rates.items()},
         }
 
     def take_window(self, batches: Window) -> Any:
@@ -139,7 +150,7 @@ class MicroBatches:
         for parameter in parameters:
             parameter.grad = None
         outputs: list[Any] = []
-        logs = PieceLogs(module, pieces)
+        logs = PieceLogs(module, pieces, () if self.weighing is None else self.weighing.names)
         with attribute(module, "log", logs.take):
             for number, piece in enumerate(pieces):
                 logs.piece = piece
@@ -151,7 +162,7 @@ class MicroBatches:
                 with _skip_exchange(strategy):
                     outputs.append(step(piece.batch, *more))
                     if (loss := get_loss(outputs[-1])) is not None:
-                        _run_backward(strategy, trainer, module, loss * piece.weight)
+                        _run_backward(strategy, trainer, module, piece.weigh(loss))
         logs.flush(hides_rows=self.find_whole(batch) is not batch)
         held = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -163,7 +174,7 @@ class MicroBatches:
         self._held = [
             (parameter, gradient) for parameter, gradient in zip(parameters, held, strict=True) if gradient is not None
         ]
-        loss = _sum_losses(outputs, pieces)
+        loss = sum_losses(outputs, pieces)
         kept = [number for number, skip in enumerate(skipped) if not skip]
         return join([outputs[number] for number in kept], [pieces[number] for number in kept], loss)
 
@@ -190,8 +201,16 @@ class MicroBatches:
 
     def _choose_pieces(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """The batch in micro-batches of the size that was asked for, or the user's batches of its window."""
-        window, self.apart = self._take_window(trainer, batch), self.refused is not None
-        if window is None or len(window[0]) == 1:
+        window = self._take_window(trainer, batch)
+        if self.search is not None and window is not None and len(window[0]) < window[1]:
+            self.micro = window[0][0]  # a run that was resumed inside of a window searches in the next
+            return self._cut(batch, trainer, window)
+        if self.search is not None:
+            self._find_size(self.search, strategy, batch, window, rest)
+        self.apart = self.refused is not None
+        if window is None:
+            return self._split(strategy, trainer, batch, rest)
+        if len(window[0]) == 1:
             return self._cut(batch, trainer, window)
         own, reason = self._list_own(batch, window)
         if self._undecided:
@@ -203,11 +222,74 @@ class MicroBatches:
         self.apart = reason is not None and bool(own)
         if not self.apart:
             return self._cut(batch, trainer, window)
-        if not self.apart_steps:
+        if not self._apart_why:
             self._apart_why = reason or ""
             self.warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {reason}")
         self.steps, self.apart_steps = self.steps + 1, self.apart_steps + 1
         return own
+
+    def _find_size(self, search: SizeSearch, strategy: Any, batch: Any, window: Any, rest: Sequence[Any]) -> None:
+        """Let the first window decide what a micro-batch is; the user's own batches stay where that is the answer."""
+        self.search, step = None, strategy.lightning_module.training_step
+        own, batches = (samples(batch), 1) if window is None else (window[0][0], len(window[0]))
+        keeps = self.groups is not None
+
+        def take(size: int) -> Piece:
+            return cut(batch, size, window, whole_batches=keeps)[0]
+
+        def take_loss(piece: Any) -> Any:
+            return get_loss(step(piece, *rest))
+
+        try:
+            if self.find_whole(batch) is not batch and self._came_apart is not None:
+                raise CannotSplit(self._came_apart[1])
+            if own is None or (window is not None and len(set(window[0])) > 1):
+                raise CannotSplit("the first batches are not all of one size")
+            take(own)
+        except CannotSplit as reason:
+            # All ranks must ask each other, or none.
+            own, sizes, why = own or 1, [own or 1], f"nothing was searched: {reason}"
+            search.skip = lambda: why
+        else:
+            sizes = list_sizes(own, batches)
+        with self._one_time.span("rehearsal"):
+            self.found = search.find(strategy, sizes, own, take, take_loss, self.groups)
+        self.micro = self.found.size
+        if self.micro == own:
+            self.refused, self._undecided = f"your own micro-batch stays: {self.found.why}", False
+            self._apart_why = self.refused
+
+    def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
+        """Pieces of one of the user's batches; the batch itself where its gradient is not theirs."""
+        self.apart = False
+        whole = [Piece(batch, samples(batch) or 0, 1.0)]
+        if self.refused is not None:
+            self.steps, self.uncut = self.steps + 1, self.uncut + 1
+            return whole
+        pieces = self._cut(batch, trainer, None)
+        if self._undecided and (len(pieces) > 1 or trainer.world_size > 1):
+            self._undecided = False
+            reason = self._weigh(strategy, trainer, batch, pieces, rest)
+            self.refused = self.problem = self._agree(strategy, reason)
+            if self.refused is not None:
+                self.warn(f"{self.rung}: batches run whole: {self.refused}")
+                self.changed, self.uncut, self.most = 0, self.uncut + 1, ()
+                return whole
+        if self.weighing is not None and len(pieces) > 1:
+            weights = self.weighing.counter.weigh([piece.batch for piece in pieces])
+            pieces = [piece._replace(weight=weight) for piece, weight in zip(pieces, weights, strict=True)]
+        return pieces
+
+    def _weigh(
+        self, strategy: Any, trainer: Any, batch: Any, pieces: Sequence[Piece], rest: Sequence[Any]
+    ) -> str | None:
+        """Find out what the pieces are to be weighed by; why they must not be trained on, if so."""
+        step, reason, mine = strategy.lightning_module.training_step, None, None
+        if len(pieces) > 1:
+            with self._one_time.span("rehearsal"):
+                reason, mine = weigh_pieces(strategy, batch, pieces, lambda piece, _: get_loss(step(piece, *rest)))
+        self.weighing = next((each for each in gather(trainer, mine) if each is not None), None)
+        return reason
 
     def _list_own(self, batch: Any, window: tuple[Sequence[int], int]) -> tuple[list[Piece], str | None]:
         """The user's batches of a window, and why they should not be merged. None of them where a hook changed the
@@ -227,7 +309,11 @@ class MicroBatches:
             return get_loss(step(batch, *self._number(rest, number)))
 
         with self._one_time.span("rehearsal"):
-            return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
+            if merged[0].samples >= own[0].samples:
+                return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
+            # A search found that the user's own batch does not fit.
+            reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss)
+            return reason or (weighing and "the loss is a mean over tokens, and is weighed by samples in a window")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
         """Why windows are not merged in this run, on any rank."""
@@ -288,20 +374,6 @@ class MicroBatches:
             raise CannotSplit(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
 
 
-def get_loss(output: Any) -> Any:
-    """The loss in what training_step returned: a tensor, the 'loss' of a mapping, or None."""
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def _sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
-    """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
-    losses = [get_loss(output) for output in outputs]
-    known = [loss.detach() * piece.weight for loss, piece in zip(losses[:-1], pieces, strict=False) if loss is not None]
-    skips_last = losses[-1] is None
-    last = torch.zeros_like(known[0], requires_grad=True) if skips_last else losses[-1] * pieces[-1].weight
-    return sum(known, start=last)
-
-
 def _skip_exchange(strategy: Any) -> contextlib.AbstractContextManager[Any]:
     block = getattr(strategy, "block_backward_sync", None)
     return block() if block is not None else contextlib.nullcontext()
@@ -315,85 +387,3 @@ def _run_backward(strategy: Any, trainer: Any, module: Any, loss: torch.Tensor) 
         loss = scaler.scale(loss)
     with trainer.profiler.profile(f"{PIECE}backward"):
         plugin.backward(loss, module, trainer.optimizers[0])
-
-
-# What training_step logs for each micro-batch, logged once for the whole batch.
-#
-# Without it Lightning would show the last micro-batch's value as the step's, and weigh it as if it were all samples.
-
-_EXTREMES = {"max": torch.max, "min": torch.min}
-
-
-class _Call(NamedTuple):
-    value: Any
-    weight: float
-    """The batch_size the user logs with, else the samples of the piece."""
-    forward: Any
-    """A torchmetrics object's value for this piece."""
-
-
-class PieceLogs:
-    """Takes the calls of ``module.log`` while the pieces run, and makes one of each name's at the end.
-
-    A mean is weighted by samples, a sum added up, an extreme taken over the pieces, as ``reduce_fx`` says: right where
-    the value of a whole batch is what ``reduce_fx`` makes of its parts.
-    """
-
-    def __init__(self, module: Any, pieces: Sequence[Piece]) -> None:
-        self.module, self.piece = module, pieces[0]
-        self._calls: dict[str, list[_Call]] = {}
-        self._options: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def take(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Stands in for ``module.log``."""
-        if args:
-            names = _list_positional(type(self.module).log)
-            options, args = {**dict(zip(names, args, strict=False)), **options}, args[len(names) :]
-        size = options.get("batch_size")
-        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
-            value = value.detach()
-        call = _Call(value, self.piece.samples if size is None else size, getattr(value, "_forward_cache", None))
-        self._calls.setdefault(name, []).append(call)
-        self._options[name] = args, options
-
-    def flush(self, *, hides_rows: bool = False) -> None:
-        """Log each name once.
-
-        Args:
-            hides_rows: Lightning sees fewer samples than the step has, and must be told how many.
-        """
-        for name, calls in self._calls.items():
-            args, options = self._options[name]
-            if hides_rows or options.get("batch_size") is not None:
-                options["batch_size"] = sum(call.weight for call in calls)
-            value = _combine(calls, options.get("reduce_fx", "mean"))
-            if isinstance(calls[-1].forward, torch.Tensor) and calls[-1].forward.is_floating_point():
-                # A torchmetrics object has seen every piece; what it shows for the step is the last one's.
-                value._forward_cache = _combine([call._replace(value=call.forward) for call in calls], "mean")
-            self.module.log(name, value, *args, **options)
-
-
-@functools.cache
-def _list_positional(log: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional arguments of a ``log`` method, after self, name and value."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, parameter in inspect.signature(log).parameters.items() if parameter.kind in kinds)[3:]
-
-
-def _combine(calls: Sequence[_Call], reduce: Any) -> Any:
-    values = [call.value for call in calls]
-    if len(values) == 1 or not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
-        return values[-1]
-    how = reduce.lower() if isinstance(reduce, str) else getattr(reduce, "__name__", "")
-    if how in ("mean", "avg"):
-        weighed = [value.float() if _is_narrow(value) else value for value in values]
-        return mean(weighed, [call.weight for call in calls])
-    if how == "sum":
-        return sum(values[1:], start=values[0])
-    if how in _EXTREMES:
-        return _EXTREMES[how](torch.stack([torch.as_tensor(value) for value in values]))
-    return values[-1]  # Lightning knows no other reduction and will say so
-
-
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

@@ -113,9 +113,10 @@ def _read_limit(value: Any) -> int | None:
 
 def overrides(owner: Any, name: str) -> bool:
     """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
+    own = getattr(owner, "__dict__", {}).get(name) is not None  # None: a hook that is switched off
     for base in type(owner).__mro__:
-        if name in vars(base) or name in getattr(owner, "__dict__", {}):
-            return name in getattr(owner, "__dict__", {}) or not base.__module__.startswith(_LIGHTNING)
+        if own or name in vars(base):
+            return own or not base.__module__.startswith(_LIGHTNING)
     return False
 
 

@@ -11,9 +11,10 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.bridge.apply.thin_loop import thin
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Undo
+from fastloop.records.plan import Applied, Undo
 
 
 class LiveSite:
@@ -28,6 +29,8 @@ class LiveSite:
         self.changed_sizes: list[Mapping[int, int]] = []
         self.groups = BatchGroups()
         self.graph_passes: list[Callable[[Any], Any]] = []
+        self.graph_steps: Callable[[bool], Applied] = lambda _asked: Applied(undo=lambda: None)
+        self.every_batch: list[Callable[[], None]] = []
         self._notes: list[Callable[[], None]] = []
 
     @property
@@ -68,6 +71,20 @@ class LiveSite:
 
         return undo
 
+    def scale_rates(self, factor: float) -> Undo:
+        schedulers = [config.scheduler for config in self.strategy.lr_scheduler_configs]
+
+        def scale(by: float) -> None:
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+                group.update({key: group[key] * by for key in _RATES if key in group})
+            for each in _walk_schedulers(schedulers):
+                for name in ("base_lrs", "max_lrs", "_last_lr"):
+                    if isinstance(rates := getattr(each, name, None), list):
+                        setattr(each, name, [rate * by for rate in rates])
+
+        scale(factor)
+        return lambda: scale(1 / factor)
+
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
         before = dict(self.strategy._ddp_kwargs)
         self.strategy._ddp_kwargs = {**before, **settings}
@@ -80,6 +97,13 @@ class LiveSite:
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         self._notes.append(note)
+
+    def note_each_batch(self, note: Callable[[], None]) -> Undo:
+        self.every_batch.append(note)
+        return lambda: self.every_batch.remove(note) if note in self.every_batch else None
+
+    def thin_loop(self) -> Applied:
+        return thin(self.trainer, self.module, self.note_each_batch)
 
     def take_notes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, which leads to the module's training_step, with the notes that are due taken inside the latter."""
@@ -97,6 +121,17 @@ class LiveSite:
                 return step(*args, **kwargs)
 
         return noted_step
+
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Of an optimizer's group; OneCycleLR keeps its own there."""
+
+
+def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
+    """Those of a SequentialLR or ChainedScheduler too."""
+    for each in schedulers:
+        yield each
+        yield from _walk_schedulers(getattr(each, "_schedulers", ()))
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.place.kept_order import Place
-from fastloop.ladder import cards, verify
+from fastloop.ladder import cards, list_refused, verify
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
@@ -319,9 +319,26 @@ class FastLoop(Callback):
         self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
         return {**found, "loader": self._loader_seen, "model": read_facts.evidence(trainer)}
 
+    def _list_refused(self, trainer: Any) -> dict[str, str]:
+        """Feeds that the train loader cannot have, so that diagnosis proposes none of them."""
+        applier, (found, *_) = self._applier, loader_state.find_loaders(trainer)
+        facts = None if applier is None else applier.facts  # from before rungs took over what is read there
+        facts = facts or read_facts.run_facts(trainer, trainer.strategy)
+        if applier is not None and applier.loaders is not None:
+            found = applier.loaders.find_original(found)
+        others = [trainer.lightning_module, *trainer.callbacks]
+        try:
+            read = read_facts.loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
+        except Exception as error:  # the user's dataset, of which something unusual is asked
+            let_through(error)
+            return {}
+        return list_refused(self.config.ladder, dataclasses.replace(facts, loader=read))
+
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._collect_evidence(trainer)
-        evidence["loader"] = {**evidence["loader"], **loader_state.measure_decode(trainer)}
+        if (decode_ms := loader_state.measure_decode_ms(trainer)) is not None:
+            evidence["loader"] = {**evidence["loader"], "decode_ms": decode_ms}
+            evidence["refused"] = self._list_refused(trainer)
         if self._applier is not None:
             self._applier.end_rehearsal()
             self.plan = self._applier.plan

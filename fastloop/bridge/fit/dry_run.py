@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import refuse_skipped
@@ -44,8 +45,11 @@ def dry_run(config: Config) -> DryRun:
         pl.seed_everything(config.run.seed, verbose=False)
         module, data = build_recipe(config)
         trainer: Any = make_trainer(config, None, None)
-        loader = _set_up(trainer, module, data)
+        loader, *others = CombinedLoader(_set_up(trainer, module, data)).flattened
     loader_facts = read_facts.loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
+    if others:
+        lost = f"Lightning counts the batches of {1 + len(others)} train loaders as one"
+        loader_facts = dataclasses.replace(loader_facts, place_lost=lost)
     if loader_facts.batches == 0:
         raise nothing_to_train("a train loader of 0 batches")
     size = _measure_sample(loader) if loader_facts.map_style else None
@@ -58,12 +62,14 @@ def dry_run(config: Config) -> DryRun:
     if config.strict:
         refuse_skipped(made)
     samples, held = loader_facts.batch_size, _count_batches_in_flight(made, loader, facts)
+    wants = made.wants
+    window = wants.get("loader.window") or wants.get("trainer.accumulate_grad_batches") or facts.accumulate
     return DryRun(
         plan=made,
-        facts=facts,
+        facts=dataclasses.replace(facts, accumulate=window),
         batches_in_flight=held,
         bytes_in_flight=_count_bytes(made, facts, held),
-        samples_per_step=samples * facts.accumulate * facts.world_size if samples else None,
+        samples_per_step=samples * window * facts.world_size if samples else None,
     )
 
 

@@ -25,7 +25,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import read_facts, read_precision
-from fastloop.bridge.apply.micro_batches import get_loss
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, gradient_state
@@ -37,6 +36,7 @@ from fastloop.evidence.model.dropout import switch_off_dropout
 from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
 from fastloop.feeds.batch_tree import tensors
 from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
+from fastloop.feeds.splitting import get_loss
 from fastloop.judge.parity import is_sharp
 from fastloop.records import store
 

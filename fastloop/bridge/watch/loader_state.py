@@ -9,19 +9,20 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
-from fastloop.feeds.images.decode_time import measure_decode_ms
+from fastloop.feeds.images import decode_time
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader
 
 
-def measure_decode(trainer: Any) -> dict[str, Any]:
-    """What decoding one of the train loader's image files takes; reads a few of them, after the training."""
+def measure_decode_ms(trainer: Any) -> float | None:
+    """What decoding one of the train loader's image files takes; reads a few of them, after the training. None where
+    its samples are no image files."""
     for loader in find_loaders(trainer):
         dataset: Any = getattr(loader, "dataset", None)
         while type(dataset).__module__.startswith("fastloop.feeds."):  # ours stand in for the user's
             dataset = dataset.inner
-        if (found := measure_decode_ms(dataset)) is not None:
-            return {"decode_ms": found}
-    return {}
+        if (found := decode_time.measure_decode_ms(dataset)) is not None:
+            return found
+    return None
 
 
 def find_loaders(trainer: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
+from fastloop.evidence import machine
 from fastloop.evidence.clock import step_clock
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
@@ -37,6 +38,8 @@ SYNCS = "syncs"
 """Among the evidence: in how many steps every synchronisation was hunted."""
 
 _OF_RANK = ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s", "lead_ms", "gpu", "steps", "partial")
+CROWDED_PCT = 20
+"""Of the fit, spent waiting for a CPU, from which on the machine's load is named."""
 REPLACED = "the Trainer's profiler was replaced during the fit, and nothing is seen from then on"
 
 
@@ -63,7 +66,7 @@ class Session:
         one_time: OneTime | None = None,
         untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._began = step_clock.now()
+        self._began, self._cpu_wait_s = step_clock.now(), machine.cpu_wait_s()
         self.one_time = one_time or OneTime()
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers = WorkerStarts()
@@ -181,6 +184,7 @@ class Session:
     ) -> Measurement:
         """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
         self.compilations.note(COMPILE)
+        self.one_time.note()
         self.watch.close()
         if creep := self.memory.find_creep(self.watch.settings.warmup_steps, list_keepers(trainer), self._epochs > 2):
             evidence = {**evidence, MEMORY: creep}
@@ -200,6 +204,8 @@ class Session:
         evidence = {**evidence, **self._describe_costs(evidence)}
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
+        if (crowded := self._describe_crowd()) is not None:
+            seen = dataclasses.replace(seen, state=(*seen.state, crowded))
         if self._profiler is not None and trainer.profiler is not self._profiler:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
@@ -225,6 +231,7 @@ class Session:
 
     def _note_costs(self) -> None:
         self.compilations.note(COMPILE)
+        self.one_time.note()
         if self._epoch_begins:
             self._epoch_begins = False
             self._note_epoch()
@@ -251,6 +258,16 @@ class Session:
             started = {"worker_restarts": len(later_s), "worker_restart_s": sum(later_s) / len(later_s)}
             found[LOADER] = {**evidence.get(LOADER, {}), **started}
         return found
+
+    def _describe_crowd(self) -> str | None:
+        """What to say where this thread waited long for a CPU, in tens of per cent: so runs alike say the same."""
+        waited_s, before_s = machine.cpu_wait_s(), self._cpu_wait_s
+        if waited_s is None or before_s is None:
+            return None
+        pct = round(10 * (waited_s - before_s) / max(1e-9, step_clock.now() - self._began)) * 10
+        if pct < CROWDED_PCT:
+            return None
+        return f"the training waited for a CPU for about {pct} % of the time: more was running than there are CPUs"
 
     def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
         if self._ranks is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 now = time.perf_counter
@@ -30,6 +30,7 @@ class OneTime:
         self.spans: list[Span] = []
         """In the order in which they became known; they may lie inside each other."""
         self._unplaced: defaultdict[str, float] = defaultdict(float)
+        self._followed: list[tuple[str, Callable[[], tuple[float, float]], tuple[float, float]]] = []
 
     def add(self, cause: str, seconds: float) -> None:
         """Seconds of a cost that lies in no step, or whose place is not known."""
@@ -38,6 +39,19 @@ class OneTime:
     def add_span(self, cause: str, began: float, ended: float) -> None:
         """A cost with its place, which may be past."""
         self.spans.append(Span(cause, began, max(began, ended)))
+
+    def follow(self, cause: str, read_s: Callable[[], tuple[float, float]]) -> None:
+        """A cost that counts its own seconds so far: those that the loop waited for, and those beside it."""
+        self._followed.append((cause, read_s, read_s()))
+
+    def note(self) -> None:
+        """The loop has its batch: what was counted since the last call lies right before now, or in no step."""
+        for place, (cause, read_s, before) in enumerate(self._followed):
+            waited_s, beside_s = found = read_s()
+            if waited_s > before[0]:
+                self.add_span(cause, now() - (waited_s - before[0]), now())
+            self._unplaced[cause] += beside_s - before[1]
+            self._followed[place] = cause, read_s, found
 
     @contextlib.contextmanager
     def span(self, cause: str) -> Iterator[None]:

@@ -47,6 +47,9 @@ class Arm(Protocol):
     def plans_alone(self) -> bool:
         """Whether it can be planned without being trained."""
 
+    def change(self, name: str, *overrides: str) -> Arm:
+        """The same training under another name, with further ``key=value``."""
+
     def config(self) -> Config:
         """Its checked configuration; of a script, that of the callback that is put into it. Raises ConfigError."""
 
@@ -71,6 +74,10 @@ class ConfigArm:
     @property
     def plans_alone(self) -> bool:
         return True
+
+    def change(self, name: str, *overrides: str) -> ConfigArm:
+        """The same with further ``key=value``."""
+        return ConfigArm(name=name, job=self.job.override(*overrides))
 
     def config(self) -> Config:
         return self.job.config()

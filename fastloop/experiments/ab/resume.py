@@ -105,6 +105,18 @@ def recipe_fingerprint(config: Config) -> str | None:
     return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
 
 
+def source_fingerprint(config: Config, command: Sequence[str]) -> str | None:
+    """Of the recipe, or of the files that a script's command line names."""
+    if not command:
+        return recipe_fingerprint(config)
+    return _sha256(repr([(name, _sha256(path.read_bytes())) for name, path in _list_named(command)]).encode())
+
+
+def _list_named(command: Sequence[str]) -> list[tuple[str, Path]]:
+    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(READ)}
+    return [(name, path) for name, path in named.items() if is_file(path)]
+
+
 def describe(
     sides: Sequence[Side], command: Sequence[str], options: Iterable[str | Sequence[str]], shown: Manifest
 ) -> Manifest:
@@ -117,13 +129,16 @@ def describe(
     """
     configs = [side.arm.config() for side in sides]
     recipes = {each.recipe_file.name: each.recipe_file for each in configs if each.recipe_file is not None}
-    named = {each: Path(each) for word in command for each in (word, word.partition("=")[2]) if each.endswith(READ)}
     return dataclasses.replace(
         shown,
         arms=tuple(side.name for side in sides),
         options=_sha256(repr(list(options)).encode()),
         configs={side.name: fingerprint(config) for side, config in zip(sides, configs, strict=True)},
-        sources={name: _sha256(path.read_bytes()) for name, path in {**recipes, **named}.items() if is_file(path)},
+        sources={
+            name: _sha256(path.read_bytes())
+            for name, path in (*recipes.items(), *_list_named(command))
+            if is_file(path)
+        },
     )
 
 

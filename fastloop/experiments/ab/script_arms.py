@@ -113,6 +113,10 @@ class ScriptArm:
     def plans_alone(self) -> bool:
         return False  # what there is to plan is known once the script has built it
 
+    def change(self, name: str, *overrides: str) -> ScriptArm:
+        """The same with further ``key=value``."""
+        return dataclasses.replace(self, name=name, overrides=(*self.overrides, *overrides))
+
     def config(self) -> Config:
         """The configuration of the callback that is put into it.
 
@@ -239,6 +243,7 @@ class ScriptArm:
             run_dir=folder,
             code=ended.code,
             last_step=step,
+            started=ended.started,
             tail=hide(ended.tail) if cause else "",
             measurement=measurement,
             answer=answer,

@@ -11,7 +11,7 @@ from statistics import fmean, geometric_mean
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.budget import estimate_gradient_s
-from fastloop.experiments.climb.candidates import Candidate, apply_patch, make_patch
+from fastloop.experiments.climb.candidates import CHANGES_TRAINING, Candidate, apply_patch, make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.prediction import Context, Prediction, predict, tune_number
 from fastloop.experiments.climb.worker_count import add_workers, choose_worker_count
@@ -84,7 +84,11 @@ class _Screen:
         context, known, runs = self.context, self.context.known, self.runs
         now, then = known.costs, self.prediction.then or known.costs
         after_ms = now.now_ms - (self.prediction.saved_ms or 0.0)
-        took = context.choose_length(after_ms, now.now_ms, self.arm, then.workers, fill_read=then.fill_read)
+        took = (
+            context.choose_ladder_length(self.arm)
+            if self.candidate.whole
+            else context.choose_length(after_ms, now.now_ms, self.arm, then.workers, fill_read=then.fill_read)
+        )
         for place, (seed, side) in enumerate(TURNS, 1):
             result = context.runner.run(
                 f"{self.at}/screen-{place}-{side}",
@@ -96,14 +100,38 @@ class _Screen:
             runs[side].append(result)
             if side == "base" and not _is_measured(result):
                 raise BaseFailed(result)
-            if side == "arm" and (ruled_out := _rule_out(self.prediction, result, runs["base"][0])):
+            if side == "arm" and (ruled_out := self._rule_out(result)):
                 return self.end(*ruled_out)
             if side == "arm" and len(runs["arm"]) == 1:
                 after_ms = result.step_ms or after_ms
+                first = _read_rate(result) / _read_rate(runs["base"][0])
+                if self.prediction.saved_ms is None and not self.candidate.whole and first * APART < 1:
+                    return self.end("not_faster", f"not faster: {100 * (first - 1):+.0f} % in one pair")
                 same = context.runner.compare_ledgers(known.stack, self.arm, [(runs["base"][0], result)])
                 if same.passed is False:
                     return self.end("parity", same.why, same)
         return self._judge()
+
+    def _rule_out(self, result: Result) -> tuple[End, str] | None:
+        """Why this one run of the arm is the last."""
+        rungs, base = self.prediction.patch["rungs"], self.runs["base"][0]
+        if not _is_measured(result):
+            return "crashed", result.cause or "the run was too short to measure a rate"
+        reasons = [result.inactive[rung] for rung in rungs if rung in result.inactive]
+        if reasons and (not self.candidate.whole or len(reasons) == len(rungs)):
+            return "inactive", reasons[0]
+        if result.global_batch != base.global_batch:
+            return "parity", f"an optimizer step has {result.global_batch} samples, not {base.global_batch}"
+        changing = [rung for rung in rungs if result.classes.get(rung) == CHANGES_TRAINING]
+        if changing and CHANGES_TRAINING not in self.context.known.start.allow:
+            return "class", f"{changing[0]} changes the training: --allow changes-training"
+        return None
+
+    def _drop_idle(self, row: Attempt) -> Attempt:
+        """A ladder without those of its rungs that have no effect here."""
+        idle = self.runs["arm"][-1].inactive if self.candidate.whole else {}
+        rungs = {rung: settings for rung, settings in row.patch["rungs"].items() if rung not in idle}
+        return dataclasses.replace(row, patch={"rungs": rungs}, rung="+".join(rungs)) if idle else row
 
     def _judge(self) -> Attempt:
         context, both = self.context, list(zip(self.runs["base"], self.runs["arm"], strict=True))
@@ -126,7 +154,7 @@ class _Screen:
         )
         ended, why = _judge_parity(outcome, effect)
         row = self.end(ended, why, outcome)
-        return dataclasses.replace(row, costs=self._read_costs()) if ended == "kept" else row
+        return dataclasses.replace(self._drop_idle(row), costs=self._read_costs()) if ended == "kept" else row
 
     def _read_costs(self) -> Costs:
         """Of the stack with the candidate."""
@@ -172,17 +200,6 @@ class _Screen:
             rates=rates,
             at=self.context.known.height,
         )
-
-
-def _rule_out(prediction: Prediction, result: Result, base: Result) -> tuple[End, str] | None:
-    """Why this one run of the arm is the last."""
-    if not _is_measured(result):
-        return "crashed", result.cause or "the run was too short to measure a rate"
-    if reasons := [result.inactive[rung] for rung in prediction.patch["rungs"] if rung in result.inactive]:
-        return "inactive", reasons[0]
-    if result.global_batch != base.global_batch:
-        return "parity", f"an optimizer step has {result.global_batch} samples, not {base.global_batch}"
-    return None
 
 
 def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:

@@ -32,6 +32,9 @@ AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided")
 """Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a
 failed gate and a refusal by the plan are final."""
 
+BROKEN: tuple[End, ...] = ("parity", "crashed")
+LADDER, WITHOUT = "ladder-", "without-"
+"""How the keys of shipped ladders begin that are tried as a whole, and of rungs that are taken away again."""
 LOST_PCT = -50.0
 """Of the step: what was predicted to make it so much longer is not tried again."""
 CHANGES_TRAINING: Parity = "changes-training"
@@ -50,6 +53,11 @@ class Candidate:
     """What it changes, and how it is tried; its settings are in the patches."""
     refused: str | None = None
     """Why there is no need to try."""
+
+    @property
+    def whole(self) -> bool:
+        """A shipped ladder: what of it has no effect here is left out, and the rest stays together."""
+        return self.key.startswith(LADDER)
 
     @property
     def tunes(self) -> str | None:
@@ -80,6 +88,10 @@ class Start:
     """Samples of an optimizer step on one rank."""
     image_files: bool = False
     """The samples are made of image files."""
+    ladders: Mapping[str, Stack] = field(default_factory=dict)
+    """Shipped ladders by name: rungs that pay together, each tried as a whole before the single rungs."""
+    times_loader: bool = True
+    """Trials can measure the loader alone, which a script keeps to itself."""
 
     @property
     def batches_per_step(self) -> float:
@@ -95,6 +107,8 @@ class Position:
     stack: Stack
     rows: Sequence[Attempt] = ()
     """What was tried."""
+    ladder_rates: Mapping[str, float] = field(default_factory=dict)
+    """Samples per second of the start with a shipped ladder on top, as one run of each has shown."""
 
     @property
     def height(self) -> int:
@@ -105,19 +119,95 @@ class Position:
 
 
 def choose(known: Position) -> Candidate | str:
-    """What to try next: of the family with the largest ceiling its next open rung; or why there is nothing to try."""
+    """What to try next: the fastest shipped ladder; then of the family with the largest ceiling its next open rung; or
+    why there is nothing to try."""
+    if (ladder := _choose_ladder(known)) is not None:
+        return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
-    state, rungs = climb_state(known), sorted(cards().items(), key=lambda rung: FIRST.index(rung[1].family))
+    state = climb_state(known)
+    ways = [(rung, card, variant) for rung, card in cards().items() for variant in card.list_variants(state)]
+    # What is predicted by a trial costs less to rule out than what is screened at once.
+    ways.sort(key=lambda way: (FIRST.index(way[1].family), way[2].changes == "engine"))
     for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
-        for rung, card in rungs:
+        for rung, card, variant in ways:
             if CEILING_OF[card.family] == ceiling and rung not in known.start.enabled:
-                for variant in card.list_variants(state):
-                    candidate = _make_candidate(rung, variant)
-                    allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
-                    if allowed and _is_open(candidate, known):
-                        refused = candidate.refused or known.start.refused.get(rung)
-                        return dataclasses.replace(candidate, refused=refused)
-    return _combine_small(known) or _explain_end(known, ceilings)
+                candidate = _make_candidate(rung, variant, known.start)
+                allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
+                if allowed and _is_open(candidate, known):
+                    refused = candidate.refused or known.start.refused.get(rung)
+                    return dataclasses.replace(candidate, refused=refused)
+    return _combine_small(known) or (ceilings and _choose_rest(known)) or _explain_end(known, ceilings)
+
+
+def list_ladders(start: Start) -> dict[str, Stack]:
+    """What shipped ladders add to the configuration, as far as it is not known to be refused: each addition once, the
+    largest first, which any shorter one is likely to be a part of."""
+    added = {
+        name: {
+            rung: settings
+            for rung, settings in ladder.items()
+            if rung not in start.enabled and rung not in start.refused
+        }
+        for name, ladder in start.ladders.items()
+    }
+    found: dict[str, Stack] = {}
+    for name, stack in sorted(added.items(), key=lambda each: -len(each[1])):
+        if len(stack) > 1 and stack not in found.values():
+            found[name] = stack
+    return found
+
+
+def make_ladder(name: str, stack: Stack) -> Candidate:
+    """A shipped ladder as a whole. No trial of one cost predicts it, so it is screened at once."""
+    return Candidate(
+        rung="+".join(stack), key=f"{LADDER}{name}", patches=({"rungs": stack},), way=Variant(changes="engine")
+    )
+
+
+def _choose_ladder(known: Position) -> Candidate | None:
+    """The fastest that is open, of equally fast ones the shortest, until one is kept: those after it are slower. What
+    broke the training breaks it with more rungs, too."""
+    if known.height:
+        return None
+    made = {name: make_ladder(name, stack) for name, stack in list_ladders(known.start).items()}
+    rates = {
+        name: rate
+        for name, rate in known.ladder_rates.items()
+        if name in made and _is_open(made[name], known) and not _is_broken(made[name], known)
+    }
+    near = [made[name] for name, rate in rates.items() if rate * NEAR >= max(rates.values())]
+    return min(near, key=lambda each: len(each.patches[0]["rungs"]), default=None)
+
+
+def _choose_rest(known: Position) -> Candidate | None:
+    """What a ladder has beyond those that were kept, at once: one by one these rungs did not pay, and together they
+    may, now that the stack has grown."""
+    ladders = list_ladders(known.start)
+    kept = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
+    gone = {row.rung for row in known.rows if row.ended in ("inactive", *BROKEN)}.union(
+        *(ladders[name] for name in kept)
+    )
+    for name, ladder in ladders.items():
+        rest = {rung: settings for rung, settings in ladder.items() if rung not in known.stack and rung not in gone}
+        candidate = make_ladder(name, rest)
+        if len(rest) > 1 and known.height and _is_open(candidate, known) and not _is_broken(candidate, known):
+            return candidate
+    return None
+
+
+def _is_broken(candidate: Candidate, known: Position) -> bool:
+    """Whether it holds all of a ladder that broke the training."""
+    broken = [row.patch["rungs"].keys() for row in known.rows if row.name.startswith(LADDER) and row.ended in BROKEN]
+    return any(each <= candidate.patches[0]["rungs"].keys() for each in broken)
+
+
+def list_removable(rows: Sequence[Attempt]) -> list[str]:
+    """Rungs that nobody has seen the stack without: all but one that was the last to be kept, alone. Those of the top
+    of the ladder first."""
+    kept = [row for row in rows if row.kept and not row.takes_away]
+    stack, last = stack_of(rows), set(kept[-1].patch["rungs"] if kept else ())
+    seen = {row.rung for row in rows if row.takes_away} | (last if len(last) == 1 else set())
+    return [rung for rung in reversed(list(cards())) if rung in stack and rung not in seen]
 
 
 def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
@@ -139,7 +229,8 @@ def climb_state(known: Position) -> ClimbState:
         launch_bound=costs.launch_bound,
         image_files=start.image_files,
         gaps_count=known.pct(costs.gap_ms) >= WORTH_PCT,
-        recount=_is_recount_due(known),
+        epochs_end=costs.gap_ms > 0,
+        recount=known.start.times_loader and _is_recount_due(known),
         stack=known.stack,
         ended={row.name: row.ended for row in known.rows if row.ended},
     )
@@ -162,7 +253,10 @@ def _is_recount_due(known: Position) -> bool:
     return max(chosen_at, default=-1) < known.height
 
 
-def _make_candidate(rung: str, variant: Variant) -> Candidate:
+def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
+    if variant.changes == "loader" and not start.times_loader:
+        settings = variant.settings or ({},)  # nothing predicts it then
+        variant = dataclasses.replace(variant, changes="engine", settings=settings, tune=False)
     return Candidate(
         rung=rung,
         key=f"{rung}-{variant.name}" if variant.name else rung,
@@ -188,6 +282,8 @@ def _combine_small(known: Position) -> Candidate | None:
 
 def _is_open(candidate: Candidate, known: Position) -> bool:
     """Whether an attempt was never made, or may be made once more since the stack has grown."""
+    if candidate.patches and all(apply_patch(known.stack, patch) == known.stack for patch in candidate.patches):
+        return False  # a ladder has brought it along
     made = [row for row in known.rows if row.key == candidate.key]
     if not made or candidate.way.repeats:
         return True
@@ -201,9 +297,18 @@ def _is_open(candidate: Candidate, known: Position) -> bool:
 
 
 def apply_patch(stack: Stack, patch: Patch) -> Stack:
-    """A stack with a patch on top."""
+    """A stack with a patch on top, which takes the rungs away that it switches off."""
     rungs = patch.get("rungs") or {}
-    return {**stack, **{rung: {**stack.get(rung, {}), **settings} for rung, settings in rungs.items()}}
+    merged = {**stack, **{rung: {**stack.get(rung, {}), **settings} for rung, settings in rungs.items()}}
+    return {rung: settings for rung, settings in merged.items() if settings.get("enabled") is not False}
+
+
+def stack_of(rows: Sequence[Attempt]) -> Stack:
+    """What was kept."""
+    stack: Stack = {}
+    for row in rows:
+        stack = apply_patch(stack, row.patch) if row.kept else stack
+    return stack
 
 
 def make_patch(rung: str, **settings: Setting) -> Patch:

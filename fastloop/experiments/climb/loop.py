@@ -12,18 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.attempt import BaseFailed, make_attempt
+from fastloop.experiments.climb.attempt import TURNS, BaseFailed, make_attempt
 from fastloop.experiments.climb.budget import PILOT, WINDOW_S, Length, Spent, choose_length, estimate_gradient_s
 from fastloop.experiments.climb.candidates import (
+    WITHOUT,
     Candidate,
     Position,
     Start,
-    apply_patch,
     choose,
     count_queued,
+    list_ladders,
+    list_removable,
+    make_ladder,
+    stack_of,
 )
 from fastloop.experiments.climb.interface import Needs, Result, Runner
 from fastloop.experiments.climb.prediction import Context
+from fastloop.experiments.climb.removal import take_away
 from fastloop.experiments.trials.trial import Variation
 from fastloop.judge.prediction import ABOVE
 from fastloop.judge.statistics import Pool
@@ -53,6 +58,7 @@ class Climb:
         start: as far as the configuration shows; the first training shows the rest.
         rows: what was tried in earlier calls, each with its ``costs`` where it was kept.
         ceilings: of the start, as an earlier call has measured them; ``notes`` how they came about.
+        ladders: rates of shipped ladders, as an earlier call has measured them.
         save: called after each decision.
     """
 
@@ -65,6 +71,7 @@ class Climb:
         rows: Sequence[Attempt] = (),
         ceilings: Mapping[str, float | None] | None = None,
         notes: Mapping[str, str] | None = None,
+        ladders: Mapping[str, float | None] | None = None,
         save: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner, self.start, self.warmup, self._save = runner, start, warmup, save
@@ -75,6 +82,8 @@ class Climb:
         """Samples per second of the start with costs taken away."""
         self.notes: dict[str, str] = dict(notes or {})
         """How a ceiling came about that no trial has measured, or why the start was measured again."""
+        self.ladders: dict[str, float | None] = dict(ladders or {})
+        """Samples per second of the start with a shipped ladder; None where it failed."""
         self._start_s = 0.0
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
@@ -82,15 +91,13 @@ class Climb:
     @property
     def stack(self) -> Stack:
         """What was kept."""
-        stack: Stack = {}
-        for row in self.rows:
-            stack = apply_patch(stack, row.patch) if row.kept else stack
-        return stack
+        return stack_of(self.rows)
 
     @property
     def known(self) -> Position:
         assert self.costs is not None
-        return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows)
+        rates = {name: rate for name, rate in self.ladders.items() if rate is not None}
+        return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows, ladder_rates=rates)
 
     @property
     def _context(self) -> Context:
@@ -125,14 +132,42 @@ class Climb:
         self._begin()
         while True:
             self._measure_missing()
+            self._measure_ladders()
             self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
             chosen = choose(self.known)
             if isinstance(chosen, str):
+                self._take_away()
                 return chosen
             self._try(chosen)
 
     def _try(self, candidate: Candidate) -> None:
-        made = make_attempt(self._context, candidate, f"{len(self.rows) + 1:02d}-{candidate.key}")
+        first = not self.stack and not any(row.name == candidate.key for row in self.rows)
+        number = 0 if candidate.whole and first else len(self.rows) + 1  # it has been run once before it was chosen
+        self._note(make_attempt(self._context, candidate, f"{number:02d}-{candidate.key}"))
+
+    def _take_away(self) -> None:
+        """Leave out the rungs without which the top is not slower."""
+        top, place = stack_of([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
+        for rung in list_removable(self.rows):
+            self.runner.reserve(self._estimate_confirmation_s())
+            at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
+            self._note(take_away(self._context, rung, at, lambda number: self._run_top(place, top, number)))
+
+    def _run_top(self, place: str, top: Stack, number: int) -> Result:
+        costs = self.known.costs
+        took = self._context.choose_length(costs.now_ms, costs.now_ms, top, costs.workers, fill_read=costs.fill_read)
+        result = self.runner.run(
+            f"{place}/run-{number}",
+            top,
+            Ask(seed=number, steps=took.steps, warmup=took.warmup),
+            what=f"the top, run {number + 1}",
+            need_s=took.seconds(costs.now_ms, self._start_s),
+        )
+        if not result.ok or not result.step_ms:
+            raise BaseFailed(result)
+        return result
+
+    def _note(self, made: Attempt) -> None:
         self.rows.append(made)
         self.costs = made.costs or self.costs
         if made.costs is not None and made.costs.beside:
@@ -152,6 +187,7 @@ class Climb:
             image_files=naive.image_files,
             micro_batch=naive.micro_batch,
             rank_batch=rank_batch,
+            devices=max(self.start.devices, naive.world_size),  # a script says it only by what it does
         )
         kept = [row.costs for row in self.rows if row.kept and row.costs is not None]
         self.costs = kept[-1] if kept else Costs(**self._read_costs(naive))
@@ -203,7 +239,7 @@ class Climb:
                 replayed_ms=own or result.core_ms, mfu=result.mfu, launch_bound=result.launch_bound
             )
         # Without a device and without workers nothing overlaps: loading is what the step has beyond the rest.
-        overlaps = self.start.on_cuda or self.costs.beside
+        overlaps = self.start.times_loader and (self.start.on_cuda or self.costs.beside)
         if self.costs.loader_ms is None and overlaps and (result := self._measure_without("loader")) is not None:
             self.costs = self.costs.but(loader_ms=result.loader_ms, fill_read=result.fill_read)
         if self.costs.resident_ms is None and self._do_copies_matter():
@@ -211,6 +247,23 @@ class Climb:
         several = self.start.devices > 1
         if self.costs.alone_ms is None and several and (result := self._measure_without("no_exchange")) is not None:
             self.costs = self.costs.but(alone_ms=result.core_ms)
+
+    def _measure_ladders(self) -> None:
+        """One run of the start with each shipped ladder, which is a part of its screen: the fastest is tried first."""
+        for name, stack in ({} if self.stack else list_ladders(self.start)).items():
+            if name in self.ladders:
+                continue
+            took, costs = self._context.choose_ladder_length(stack), self.known.costs
+            candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
+            result = self.runner.run(
+                f"00-{candidate.key}/screen-2-{side}",
+                stack,
+                Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
+                what=f"{candidate.key}: first run",
+                need_s=took.seconds(costs.now_ms, self._start_s) + max(cards()[rung].first_start_s for rung in stack),
+            )
+            self.ladders[name] = result.samples_per_s if result.ok else None
+            self._save()
 
     def _measure_without_copies(self) -> None:
         """The step without loading and copies; where those hardly take time, it is the one without loading."""
@@ -317,7 +370,7 @@ class Climb:
 
     @property
     def _confirm_at(self) -> str:
-        return f"confirm-{count_kept(self.rows)}"
+        return f"confirm-{sum(row.kept for row in self.rows)}"
 
     def _choose_confirm_length(self) -> Length:
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None

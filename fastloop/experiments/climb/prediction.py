@@ -29,6 +29,9 @@ from fastloop.records.card import Patch, SearchSpace, Stack, read_int
 from fastloop.records.climb import Costs, End
 from fastloop.records.plan import PARITY_ORDER, Parity
 
+LADDER_TIMES = 4.0
+"""So many times as fast a ladder may well be; its window is chosen for that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -62,6 +65,11 @@ class Context:
             batches_per_step=count_batches_per_step(self.known, stack),
             fill_read=fill_read,
         )
+
+    def choose_ladder_length(self, stack: Stack) -> Length:
+        """Of trainings of a ladder on the start: it may make a step several times as fast, and bring workers along."""
+        now_ms, workers = self.known.costs.now_ms, max(self.known.costs.workers, self.known.start.cpus)
+        return self.choose_length(now_ms / LADDER_TIMES, now_ms, stack, workers, fill_read=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, passports, results
-from fastloop.experiments.ab.arms import Ask, ConfigArm, Progress
+from fastloop.experiments.ab.arms import Arm, Ask, Progress
 from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
 from fastloop.experiments.ab.sides import sides_of
 from fastloop.experiments.climb.attempt import BaseFailed
@@ -18,7 +18,7 @@ from fastloop.experiments.climb.candidates import list_overrides
 from fastloop.experiments.climb.interface import Needs, Result, read_result
 from fastloop.experiments.climb.loop import CONFIRM_RUNS
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, Trial, finished, forget
+from fastloop.experiments.trials.trial import Trial, finished, forget
 from fastloop.experiments.tune.search import KnownTimes, Tuned, search
 from fastloop.judge import parity
 from fastloop.records.card import Stack
@@ -31,13 +31,13 @@ class ProcessRunner:
     """A Runner that trains in fresh processes.
 
     Args:
-        job: the training that the climb begins with.
+        start: the training that the climb begins with.
         place: the climb's folder.
         limit_s: for each training.
     """
 
-    def __init__(self, job: Job, place: Path, budget: Budget, *, limit_s: float, progress: Progress) -> None:
-        self.job, self.place, self.budget, self._limit_s, self._say = job, place, budget, limit_s, progress
+    def __init__(self, start: Arm, place: Path, budget: Budget, *, limit_s: float, progress: Progress) -> None:
+        self.start, self.place, self.budget, self._limit_s, self._say = start, place, budget, limit_s, progress
         self._device: str | None = None
 
     def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
@@ -119,10 +119,14 @@ class ProcessRunner:
             side.folder = self.place / at / side.folder
         limits = self._begin("confirming the top", need_s, last=True)
         settings = Settings(
-            runs=CONFIRM_RUNS, steps=length.steps, warmup=length.warmup, limits=limits, seed=self.job.config().run.seed
+            runs=CONFIRM_RUNS,
+            steps=length.steps,
+            warmup=length.warmup,
+            limits=limits,
+            seed=self.start.config().run.seed,
         )
         experiment = Experiment(sides, self.place / at, settings, self._progress)
-        name = self.job.config().name
+        name = self.start.name
         try:
             experiment.run()
         except Unplanned as unplanned:
@@ -141,7 +145,7 @@ class ProcessRunner:
         runs = [f"run-{number}" for number in range(CONFIRM_RUNS)]
         parts = {
             "base/warm-up": needs.base_s,
-            "1-top/plan": needs.start_s,
+            **({"1-top/plan": needs.start_s} if self.start.plans_alone else {}),
             "parity": needs.gradients_s,
             "1-top/gradients": needs.gradients_s,
             **{f"base/{run}": needs.base_s for run in runs},
@@ -153,8 +157,8 @@ class ProcessRunner:
         """Keep so much of the budget for the end."""
         self.budget.reserve_s = seconds
 
-    def _arm(self, name: str, stack: Stack) -> ConfigArm:
-        return ConfigArm(name=name, job=self.job.override(*list_overrides(stack)))
+    def _arm(self, name: str, stack: Stack) -> Arm:
+        return self.start.change(name, *list_overrides(stack))
 
     def _begin(self, what: str, need_s: float, *, last: bool = False) -> Limits:
         self.budget.check(what, need_s, last=last)

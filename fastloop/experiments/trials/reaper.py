@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -73,9 +73,7 @@ def start(
 
 def main() -> int:
     """The leash itself."""
-    # Signals to the group are for the command. No SIG_IGN: the command would inherit that.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)
+    hear_nothing()
     held = int(sys.argv[1])  # a bare descriptor: it closes when this process has ended, and no sooner
     adopt_orphans(True)
     try:
@@ -84,8 +82,24 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"{sys.argv[2]}: {error.strerror or error}\n")
         return 127
+    return keep(held, child.wait)
+
+
+def hear_nothing() -> None:
+    """Signals to the group are for the command. No SIG_IGN: the command would inherit that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+
+
+def keep(held: int, wait: Callable[[], int]) -> int:
+    """Wait for the command, let nothing of it live, and end as it ended, by a signal even.
+
+    Args:
+        held: the descriptor of the socket that its supervisor holds.
+        wait: gives the command's exit code, or the negative number of a signal.
+    """
     threading.Thread(target=_until_let_go, args=(held,), daemon=True).start()
-    code = child.wait()
+    code = wait()
     end_descendants()
     if code < 0:
         _end_by(-code)

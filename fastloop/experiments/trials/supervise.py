@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from fastloop.experiments.trials import reaper
+from fastloop.experiments.trials import preloaded, reaper
+from fastloop.experiments.trials.preloaded import Leash
 from fastloop.experiments.trials.stack_traces import ask, split
 
 STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
@@ -64,6 +65,8 @@ class Ended:
     seconds: float
     last_step: int | None
     """As far as its ``beat`` says."""
+    started: str | None = None
+    """How it came about: forked, or why it is a new interpreter; None where nothing is forked at this time."""
     tail: str
     """The last lines of its stderr, without control sequences; of stacks that it wrote, the innermost frames."""
 
@@ -95,7 +98,10 @@ def supervise(
         path.unlink(missing_ok=True)
     begun = time.monotonic()
     with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
-        started = reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
+        forked, how = preloaded.start(
+            command, environ=os.environ if env is None else env, stdin=stdin, stdout=out.fileno(), stderr=err.fileno()
+        )
+        started = forked or reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         with _held(started, limits.grace_s) as (process, hold):
             why = _wait(hold, folder, limits, progress, _Work(process.pid, min(WORK_S, limits.silent_s / 4)))
             ranks = "" if why is None else _describe_ranks(folder)
@@ -107,15 +113,17 @@ def supervise(
         code=process.returncode,
         cause=_cause(process.returncode, why, ranks, step, tail),
         last_step=step,
+        started=how,
         tail=tail,
         seconds=time.monotonic() - begun,
     )
 
 
+Process = subprocess.Popen[bytes] | Leash
+
+
 @contextlib.contextmanager
-def _held(
-    started: tuple[subprocess.Popen[bytes], socket.socket], grace_s: float
-) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+def _held(started: tuple[Process, socket.socket], grace_s: float) -> Iterator[tuple[Process, socket.socket]]:
     """Whatever happens inside: afterwards the command has ended, with all it started."""
     process, hold = started
     try:
@@ -203,7 +211,7 @@ def _gone(hold: socket.socket, patience_s: float) -> bool:
     return bool(select.select([hold], [], [], patience_s)[0])
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses once all of the group have ended
         os.killpg(process.pid, number)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fastloop.config.loading import Config, load
 from fastloop.errors import ConfigError
-from fastloop.experiments.trials import supervise
+from fastloop.experiments.trials import preloaded, supervise
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
@@ -145,6 +145,7 @@ def run_trial(
         run_dir=run_dir,
         code=ended.code,
         last_step=ended.last_step,
+        started=ended.started,
         tail=hide.text(ended.tail) if cause else "",
         measurement=measurement,
         answer=answer,
@@ -152,6 +153,11 @@ def run_trial(
     )
     store.save(run_dir, {TRIAL: trial})
     return trial
+
+
+def quick_starts(*, scripts: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Inside, trials are forked from a process that has imported torch, where they can be."""
+    return preloaded.quick_starts(environment(os.environ), scripts=scripts)
 
 
 def hide_in(path: Path, hide: Scrubber) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastloop.config.loading import Config
 from fastloop.evidence import machine
-from fastloop.experiments.ab.arms import Ask, ConfigArm, Progress
+from fastloop.experiments.ab.arms import Arm, Ask, Progress
 from fastloop.experiments.ab.results import hardware
 from fastloop.experiments.trials.failures import ran_out_of_memory
 from fastloop.experiments.trials.supervise import Limits
@@ -74,7 +74,7 @@ class Tuned(TuningFile):
 
 
 def search(
-    arm: ConfigArm,
+    arm: Arm,
     what: str,
     place: Path,
     *,
@@ -119,7 +119,7 @@ def search(
 class _Search:
     """The trainings of one search, and what they gave. Its fields are the arguments of `search`."""
 
-    arm: ConfigArm
+    arm: Arm
     what: str
     place: Path
     ask: Ask
@@ -235,7 +235,7 @@ class _Search:
         self.begins(label)
         if self.progress is not None:
             self.progress(f"{label}: begins; {left}")
-        arm = replace(self.arm, job=self.arm.job.override(*(f"rungs.{self.what}.{setting}" for setting in settings)))
+        arm = self.arm.change(self.arm.name, *(f"rungs.{self.what}.{setting}" for setting in settings))
         steps = self.ask.steps or choose_steps(self.config, queued)
         ask = replace(self.ask, steps=steps, variation=variation, **loader)
         return arm.run(label, folder, ask, limits=self.limits, progress=self.progress)

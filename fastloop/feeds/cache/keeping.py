@@ -116,6 +116,11 @@ class Keeper:
             totals.update(self.store.count())
         return {**totals, "fill_s": round(fill_s, 3)}
 
+    def read_fill_s(self) -> tuple[float, float]:
+        """Seconds spent on putting samples into the store: in this process, and in the worker that spent most."""
+        spent_us = self._counts.numpy()[:, _COUNTS.index("fill_us")]
+        return float(spent_us[0]) / 1e6, float(spent_us[1:].max()) / 1e6
+
     def close(self) -> None:
         """Leave the store."""
         self.store.close()

@@ -93,6 +93,11 @@ class KeptSamples:
         keepers = self._list_keepers()
         return {"store": self.store, **keepers[-1].evidence()} if keepers else {}
 
+    def read_fill_s(self) -> tuple[float, float]:
+        """Seconds that putting samples into the store has taken: the training process, and one of its workers."""
+        keepers = self._list_keepers()
+        return keepers[-1].read_fill_s() if keepers else (0.0, 0.0)
+
     def close(self) -> None:
         """The dataset is what it was, and the store is left."""
         from fastloop.feeds.cache import datasets

@@ -23,6 +23,8 @@ from fastloop.records.images import ImageStep
 
 MOST_FAILURES = 3
 """Batches in a row that DALI may fail on before it is left alone."""
+_MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
+"""Files that may hold 16 bits of gray: PIL cuts them off at 255, DALI scales them."""
 _READS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".tif", ".tiff", ".webp", ".jp2")
 
 
@@ -33,6 +35,8 @@ class _Asked(NamedTuple):
     paths: tuple[str, ...]
     labels: Any
     """As the loader collates them, on the device."""
+    deep: str | None
+    """Of the files, one with more than 8 bits."""
 
 
 def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: Machine) -> Deviation:
@@ -91,6 +95,8 @@ class DaliLoader:
             self._dataset = self._dataset.inner
         self._source = read_source(self._dataset)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
+        self._depths = bytearray(self._source.count)
+        """By sample: 0 not looked at, 1 bytes, 2 more than that."""
         self._pipeline: Any = None
         self._indices: Iterator[Any] = iter(())
         self._ready: deque[_Asked] = deque()
@@ -143,6 +149,9 @@ class DaliLoader:
                     break
                 else:
                     failures, asked = 0, self._under_way.popleft()
+                    if asked.deep is not None:
+                        yield self._make_plainly(asked, f"{asked.deep} has more than 8 bits of gray")
+                        continue
                     self.images += len(asked.paths)
                     yield self._hand_out(pictures, asked)
                     continue
@@ -219,7 +228,23 @@ class DaliLoader:
             return None
         if isinstance(labels, torch.Tensor):
             labels = labels.to(self._device, non_blocking=True)
-        return _Asked(indices, tuple(path for path, _ in located), labels)
+        paths = tuple(path for path, _ in located)
+        deep = next((path for index, path in zip(indices, paths, strict=True) if self._is_deep(int(index), path)), None)
+        return _Asked(indices, paths, labels, deep)
+
+    def _is_deep(self, index: int, path: str) -> bool:
+        """Whether PIL reads more than 8 bits of gray; looked up once a file."""
+        if not path.lower().endswith(_MAY_BE_DEEP):
+            return False
+        if not self._depths[index]:
+            from PIL import Image
+
+            try:
+                with Image.open(path) as picture:
+                    self._depths[index] = 1 + picture.mode.startswith(("I", "F"))
+            except (OSError, ValueError):  # for DALI, or the dataset, to say
+                self._depths[index] = 1
+        return self._depths[index] == 2
 
     def _settle(self) -> None:
         """An epoch is over, or was left early: let DALI finish what it was asked for, and forget it."""

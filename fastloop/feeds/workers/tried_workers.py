@@ -1,8 +1,9 @@
-"""Workers for a loader that had none, for as long as what they make can be sent.
+"""Workers for a loader that had none, for as long as what they make can be sent, and pays.
 
 torch pickles a batch in a thread of the worker that only prints what goes wrong; the training then waits for ever. Here
 each worker pickles what it made itself and sends the bytes, or says why it cannot. Then fewer workers, or this process
-as in a run without them, make the batches that were not handed out yet, from the same indices in the same order.
+as in a run without them, make the batches that were not handed out yet, from the same indices in the same order. The
+same where a batch is made in less time than it takes to get it from a worker, as the first ones show.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import multiprocessing
 import pickle
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,12 +33,18 @@ from fastloop.feeds.lazy_loader import StandIn
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
+_IN_A_WORKER = "in DataLoader worker process"
+"""In the text of what torch raises anew, of the user's dataset."""
 LOOK_S = 5.0
 """How often the wait for a batch is interrupted to look at the workers."""
 SAY_S = 60.0
 """Once a batch has taken this long, a line says where its worker is…"""
 LIMIT_S = 300.0
 """… and after this time without a batch the training ends with that."""
+
+
+TIMED = 9
+"""Batches whose way out of a worker is timed before it is held against making them."""
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------------
@@ -70,17 +79,41 @@ def _open(content: bytes) -> Any:
         return Unsent(f"what workers send cannot be put together again: {_describe(error)}", False)
 
 
-class _Send:
-    """A ``collate_fn`` that gives back, in a worker, what surely can be sent."""
+class _Order:
+    """The indices of a batch: a worker that unpickles them notes when it begins."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+
+    def __reduce__(self) -> Any:
+        return _begin_batch, (self.indices,)
+
+
+def _begin_batch(indices: Any) -> Any:
+    _Send.began = time.perf_counter()
+    return indices
+
+
+class _Send:
+    """A ``collate_fn`` that gives back, in a worker, what surely can be sent.
+
+    Args:
+        made_ms: shared by all workers; each writes there what a batch takes it, but for its first.
+    """
+
+    began = 0.0
+
+    def __init__(self, collate: Callable[[Any], Any], made_ms: Any) -> None:
+        self.collate, self.made_ms = collate, made_ms
+        self._took_ms: deque[float] = deque(maxlen=TIMED)
+        self._is_first = True
 
     def __call__(self, samples: Any) -> Any:
-        if torch.utils.data.get_worker_info() is None:
+        if (worker := torch.utils.data.get_worker_info()) is None:
             return self.collate(samples)
         try:
             batch = self.collate(samples)
+            self._note(worker.id)
         except Exception as error:  # the default collate function writes into shared memory
             if _is_full(error):
                 return Unsent(_describe(error), True)
@@ -92,6 +125,12 @@ class _Send:
             if _is_full(error):
                 return Unsent(_describe(error), True)
             return Unsent(f"workers cannot send what the loader's batches are made of: {_describe(error)}", False)
+
+    def _note(self, worker: int) -> None:
+        if not self._is_first:
+            self._took_ms.append(1e3 * (time.perf_counter() - self.began))
+            self.made_ms[worker] = statistics.median(self._took_ms)
+        self._is_first = False
 
 
 def _is_full(error: Exception) -> bool:
@@ -113,6 +152,8 @@ class _Drawn(StandIn):
         self.pending: deque[Any] = deque()
         self.resumes = False
         """The next ``iter`` begins with the pending ones and goes on where the sampler was."""
+        self.goes_out = True
+        """To workers."""
         self._source: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
@@ -121,7 +162,17 @@ class _Drawn(StandIn):
         self.pending, self.resumes = deque(), False
         for indices in self._source:
             self.pending.append(copy.copy(indices))
-            yield indices
+            yield _Order(indices) if self.goes_out else indices
+
+
+class _Fewer(NamedTuple):
+    """Workers that are left, the batches ahead of each, and why."""
+
+    workers: int
+    ahead: int
+    why: str
+    tell: Callable[[int, int, str], None] | None = None
+    """Instead of `step_down`."""
 
 
 class TriedWorkers:
@@ -133,6 +184,7 @@ class TriedWorkers:
         warn: takes one line for the user.
         turn_off: the key that does without workers, as it is written.
         free_cpus: CPUs of this machine that the workers leave to the training; 0: none.
+        leave_out: as `step_down`, where workers cost more than they save; None: they stay all the same.
     """
 
     def __init__(
@@ -143,8 +195,11 @@ class TriedWorkers:
         warn: Callable[[str], None],
         turn_off: str,
         free_cpus: int = 0,
+        leave_out: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        self._free_cpus = free_cpus
+        self._free_cpus, self._leave_out = free_cpus, leave_out
+        self._made_ms: Any = ()
+        self._took_ms: list[float] = []
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
         self._drawn = _Drawn(None)
         self._whereabouts = Whereabouts()
@@ -160,10 +215,10 @@ class TriedWorkers:
             source = self._begin(loader, begin)
             try:
                 for batch in self._wait_for(source):
-                    fewer = self._find_fewer(loader, batch)
+                    fewer = self._find_fewer(loader, batch) or self._find_loss()
                     if fewer is not None:
                         end_workers(source)
-                        self._lighten(loader, *fewer)
+                        self._lighten(loader, fewer)
                     if not isinstance(batch, Unsent):
                         self._drawn.pending.popleft()
                         yield batch
@@ -179,11 +234,13 @@ class TriedWorkers:
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
         """Start the loader's iterator with our parts in it; the loader itself keeps its own."""
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._drawn.inner = getattr(loader, name)
+        self._drawn.inner, self._drawn.goes_out = getattr(loader, name), loader.num_workers > 0
+        if not len(self._made_ms):  # workers that are kept write into the first
+            self._made_ms = multiprocessing.RawArray("d", loader.num_workers)
         init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {
             name: self._drawn,
-            "collate_fn": _Send(loader.collate_fn),
+            "collate_fn": _Send(loader.collate_fn, self._made_ms),
             "worker_init_fn": self._whereabouts.make_init(init),
         }
         own = {part: getattr(loader, part) for part in parts}
@@ -201,6 +258,7 @@ class TriedWorkers:
         """What the iterator gives, with a look at the worker where that takes long."""
         begun, said = time.monotonic(), False
         while True:
+            is_there, asked = bool(loader_queue.batches_ready(source)), time.perf_counter()
             try:
                 batch = next(source)
             except StopIteration:
@@ -209,8 +267,12 @@ class TriedWorkers:
                 if not str(error).startswith("DataLoader timed out after"):
                     if (sentence := loader_queue.find_death(source, error)) is not None:
                         raise RuntimeError(sentence) from error
+                    if _IN_A_WORKER in str(error) and self._drawn.pending and hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"fastloop: the worker was making the batch of samples {self._drawn.pending[0]}")
                     raise
             else:
+                if is_there:
+                    self._took_ms.append(1e3 * (time.perf_counter() - asked))
                 yield batch
                 begun, said = time.monotonic(), False
                 continue
@@ -235,16 +297,16 @@ class TriedWorkers:
 
     # -- fewer workers ------------------------------------------------------------------------------------------------
 
-    def _find_fewer(self, loader: DataLoader[Any], batch: Any) -> tuple[int, int, str] | None:
-        """Workers, batches ahead of each, and why, where there have to be fewer; None where there need not."""
+    def _find_fewer(self, loader: DataLoader[Any], batch: Any) -> _Fewer | None:
+        """Where there have to be fewer; None where there need not."""
         workers, ahead = loader.num_workers, int(loader.prefetch_factor or 1)
         if isinstance(batch, Unsent):
             if not batch.no_room:
-                return 0, 0, batch.why
+                return _Fewer(0, 0, batch.why)
             fitting = self._fit(workers, ahead)
             if fitting == (workers, ahead):  # others fill shared memory too, or batches differ
                 fitting = (workers // 2, 1) if workers > 1 else (0, 0)
-            return *fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}"
+            return _Fewer(*fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}")
         if self._batch_bytes is not None:
             return None
         self._batch_bytes = sum(tensor.nbytes for tensor in walk_tensors(batch))
@@ -252,21 +314,34 @@ class TriedWorkers:
         if fitting == (workers, ahead):
             return None
         room, size = (self._room_bytes or 0) / 2**20, self._batch_bytes / 2**20
-        return *fitting, f"/dev/shm has room for {room:.0f} MiB, and a batch takes {size:.1f} MiB there"
+        return _Fewer(*fitting, f"/dev/shm has room for {room:.0f} MiB, and a batch takes {size:.1f} MiB there")
+
+    def _find_loss(self) -> _Fewer | None:
+        """None at all where batches take longer from a worker, lying ready, than to make; told once."""
+        made = [ms for ms in self._made_ms if ms]
+        if self._leave_out is None or len(self._took_ms) < TIMED or not made:
+            return None
+        made_ms, took_ms = statistics.median(made), statistics.median(self._took_ms)
+        tell, self._leave_out = self._leave_out, None
+        if took_ms <= made_ms:
+            return None
+        why = f"a batch takes {made_ms:.2f} ms to make, and taking it from a worker took {took_ms:.2f} ms"
+        return _Fewer(0, 0, why, tell)
 
     def _fit(self, workers: int, ahead: int) -> tuple[int, int]:
         if self._room_bytes is None or not self._batch_bytes:
             return workers, ahead
         return fit_in_shm(workers, ahead, self._batch_bytes, self._room_bytes) or (0, 0)
 
-    def _lighten(self, loader: DataLoader[Any], workers: int, ahead: int, why: str) -> None:
+    def _lighten(self, loader: DataLoader[Any], fewer: _Fewer) -> None:
         """What the workers were asked for and did not deliver is made by those that come next."""
+        workers, ahead = fewer.workers, fewer.ahead
         loader.__dict__["_iterator"] = None
         loader.num_workers, loader.prefetch_factor = workers, ahead or None
         if not workers:
             loader.__dict__["persistent_workers"] = False
         self._drawn.resumes = True
-        self._step_down(workers, ahead, why)
+        (fewer.tell or self._step_down)(workers, ahead, fewer.why)
 
 
 def end_workers(source: Any) -> None:

@@ -42,6 +42,8 @@ def lines(climb: ClimbFile) -> list[str]:
         ("RATE", [_compare_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
         ("BACK", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
+        ("DROPPED", [", ".join(dropped) + ": not slower without"] if (dropped := _list_dropped(climb)) else []),
+        ("LADDERS", [_list_ladders(climb)]),
         ("CEILINGS", [f"{limits} samples/s"] if limits else []),
         ("STOPPED", [_describe_end(climb)]),
         ("ON", [", ".join(describe_hardware(climb.hardware))]),
@@ -68,7 +70,8 @@ def verdict(climb: ClimbFile) -> str:
         headline = verdict_words.headline(climb.confirmed)
         return f"CONFIRMED {headline}" if headline.startswith("FASTER") else f"NOT CONFIRMED: {headline}"
     if kept:
-        return f"{len(kept)} RUNG{'' if len(kept) == 1 else 'S'} KEPT, NOTHING CONFIRMED"
+        count = len(climb.stack.get("rungs") or {})
+        return f"{count} RUNG{'' if count == 1 else 'S'} KEPT, NOTHING CONFIRMED"
     tried = bool(climb.rungs) or "budget" not in (climb.stopped or "budget")
     if not tried or climb.partial:
         return "NOT FINISHED"
@@ -112,12 +115,12 @@ def ladder_yaml(climb: ClimbFile) -> str:
         f"The ladder that fastloop climb found for {climb.name or 'n/a'} on {'; '.join(where)}.",
         f"{_explain(climb)}.",
         f"{_compare_rates(climb)}.",
-        "Use it without any search: fastloop run CONF --config THIS_FILE",
+        "Use it without any search: fastloop run CONF --config THIS_FILE, or FastLoop(THIS_FILE) in a script",
     ]
     text = _comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
-    kept, _ = _split(climb)
+    shown = [each for each in climb.rungs if each.kept or each.takes_away]
     for name, settings in stack.items():
-        figures = [_describe_figures(each) for each in kept if name in (each.rung, *each.patch.get("rungs", {}))]
+        figures = [_describe_figures(each) for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
         text += _comment(figures or ["on from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
     return text
 
@@ -132,14 +135,17 @@ def _comment(texts: Sequence[str], margin: str) -> str:
 
 
 def _describe_figures(attempt: Attempt) -> str:
+    if attempt.takes_away:
+        return attempt.why
     parity = verdict_words.line(attempt.parity) or "n/a"
     change = f"step {short(attempt.step_ms_before)} to {short(attempt.step_ms_after)} ms"
     return f"{attempt.name}: {climb_rows.describe_saving(attempt)}, {change}; parity {parity}"
 
 
 def _split(climb: ClimbFile) -> tuple[list[Attempt], list[Attempt]]:
-    """The rungs that were kept, and those that were rolled back."""
-    return [each for each in climb.rungs if each.kept], [each for each in climb.rungs if not each.kept]
+    """What was kept, and what was rolled back; not the rungs that were to be taken away, and stayed."""
+    added = [each for each in climb.rungs if not each.takes_away]
+    return [each for each in added if each.kept], [each for each in added if not each.kept]
 
 
 def _describe_confirmation(found: Confirmation) -> str:
@@ -170,6 +176,17 @@ def _compare_rates(climb: ClimbFile) -> str:
         ("top", climb_rows.compute_top_rate(climb), climb.top),
     )
     return ", ".join(f"{name} {short(rate)} samples/s ({short(end.step_ms, 'ms')} a step)" for name, rate, end in ends)
+
+
+def _list_dropped(climb: ClimbFile) -> list[str]:
+    """Rungs that were kept, and taken away again in the end."""
+    return [each.rung for each in climb.rungs if each.takes_away and each.kept]
+
+
+def _list_ladders(climb: ClimbFile) -> str:
+    """The shipped ladders as the climb has measured them, the fastest first."""
+    rates = sorted(climb.ladders_samples_per_s.items(), key=lambda each: -(each[1] or 0.0))
+    return ", ".join(f"{name} {short(rate)}" for name, rate in rates) + (" samples/s, one run each" if rates else "")
 
 
 def _describe_end(climb: ClimbFile) -> str:

@@ -18,6 +18,8 @@ def list_steps(climb: ClimbFile) -> list[Step]:
     per_step = samples_per_step(climb)
     made = []
     for attempt in climb.rungs:
+        if attempt.takes_away:
+            continue
         before = attempt.step_ms_before
         low, high = (_rate(per_step, _less(before, end)) for end in attempt.ci95_saved_ms or (None, None))
         made.append(
@@ -113,7 +115,7 @@ def make_table(climb: ClimbFile) -> Table:
             format_interval(attempt),
             number(attempt.prediction_error_pct, "+,.0f"),
             _format_parity(attempt),
-            f"{'kept' if attempt.kept else 'rolled back'}: {attempt.why or 'n/a'}",
+            f"{_name_outcome(attempt)}: {attempt.why or 'n/a'}",
         )
         for attempt in climb.rungs
     ]
@@ -129,6 +131,12 @@ def make_table(climb: ClimbFile) -> Table:
         numeric=(1, 2, 3, 4, 5),
         note=note if rows else "n/a: no rung was tried.",
     )
+
+
+def _name_outcome(attempt: Attempt) -> str:
+    if attempt.takes_away:
+        return "dropped" if attempt.kept else "needed"
+    return "kept" if attempt.kept else "rolled back"
 
 
 def _format_parity(attempt: Attempt) -> str:

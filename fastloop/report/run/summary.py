@@ -95,7 +95,7 @@ def lines(
 ) -> list[str]:
     """At most 12 lines, verdict first. Says nothing about a rung's speed-up: only an A/B can.
 
-    Where there are more, those of one kind share a line: a reason is never left out.
+    Where there are more, some of one kind share a line: a reason is never left out.
 
     Args:
         report: where the report lies.
@@ -139,10 +139,15 @@ def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _fit(kinds: list[tuple[str, list[str]]], most: int) -> None:
-    """Join lines, in place, until there are at most so many: first those of one kind, last those of the numbers."""
+    """Join lines, in place, until there are at most so many: first those of one kind, last those of the numbers.
+
+    Two at a time, neighbors that are the shortest together: so no line gets much longer than it has to.
+    """
     while sum(len(texts) for _, texts in kinds) > most:
         kind, longest = max(kinds, key=lambda entry: len(entry[1]) if entry[0] else 1.5 * (len(entry[1]) > 1))
-        longest[:] = ["; ".join(longest)] if kind else [*longest[:-2], "   ".join(longest[-2:])]
+        pairs = range(len(longest) - 1) if kind else range(len(longest) - 2, len(longest) - 1)
+        first = min(pairs, key=lambda place: len(longest[place]) + len(longest[place + 1]))
+        longest[first : first + 2] = ["   ".join(longest[first : first + 2])]  # reasons have semicolons of their own
 
 
 def _list_next(then: Sequence[str], later: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastloop.bridge.apply import accumulation
+from fastloop.bridge.apply import gradient_check
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
 from tests.runs import Net, Run, batches, both, distance, run
@@ -214,7 +214,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[dict[str, Any]] = []
     ran: list[int] = []
     written: list[bool] = []
-    compare = accumulation.explain_difference
+    compare = gradient_check.explain_difference
 
     def watched(strategy: Any, own: Any, merged: Any, step: Any, *more: Any) -> str | None:
         module = strategy.lightning_module
@@ -239,8 +239,8 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(plain, ours) == 0 and plain.module.seen == ours.module.seen
     # The control: without the guard the traces show.
     states.clear()
-    monkeypatch.setattr(accumulation, "map_tensors", lambda batch, _clone: batch)
-    monkeypatch.setattr(accumulation, "untouched", lambda _module: torch.enable_grad())
+    monkeypatch.setattr(gradient_check, "map_tensors", lambda batch, _clone: batch)
+    monkeypatch.setattr(gradient_check, "untouched", lambda _module: torch.enable_grad())
     run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
     assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
     assert written == [False, True]

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from fastloop.errors import FastLoopError
 from tests.runs import Net, Run, batches, both, distance, numbered, run
 
+BLIND = {"batch": {"micro_batch": 3, "loss_is_mean": True}}
+"""By the user's word, which is wrong here."""
 SPLIT = {"batch": {"micro_batch": 3}}
 Pair = namedtuple("Pair", "x y n")
 
@@ -75,7 +77,7 @@ def test_unweighted_pieces_are_seen() -> None:
         def loss(self, batch: Any) -> torch.Tensor:
             return super().loss(batch) * (3 / len(batch[0]) if len(batch[0]) < 3 else 1)
 
-    plain, split = both(SPLIT, batches, Unweighted, max_epochs=5)
+    plain, split = both(BLIND, batches, Unweighted, max_epochs=5)
     assert distance(plain, split) > 1e-5
 
 
@@ -276,8 +278,8 @@ def test_only_some_batches_that_cannot_be_cut() -> None:
     assert verdict.took is True and "2 of 4 batches could not be cut" in verdict.why
 
 
-def test_a_loss_that_compares_samples_differs_visibly() -> None:
-    """A6: in-batch negatives. The rung cannot know; its plan says so, and the parity check shows it."""
+def test_a_loss_that_compares_samples_is_not_cut() -> None:
+    """A6: in-batch negatives. The first step's gradient shows it, and all batches run whole."""
 
     class Contrast(Net):
         def loss(self, batch: Any) -> torch.Tensor:
@@ -286,9 +288,11 @@ def test_a_loss_that_compares_samples_differs_visibly() -> None:
             return torch.nn.functional.cross_entropy(scores, torch.arange(len(keys)))
 
     plain, split = both(SPLIT, batches, Contrast, max_epochs=5)
-    assert distance(plain, split) > 1e-2
-    assert split.loop is not None
-    assert "contrastive, in-batch negatives" in split.loop.plan.steps[0].change.notes[0]
+    verdict = split.verdict("batch")
+    assert verdict.took is False and distance(plain, split) == 0
+    assert "the loss couples samples, or is no mean over them: the gradient of the pieces differs by" in verdict.why
+    # The control: cut without a look, it trains something else.
+    assert distance(plain, run(BLIND, batches(), Contrast, max_epochs=5)) > 1e-2
 
 
 def test_the_users_backward_and_a_second_closure_call() -> None:

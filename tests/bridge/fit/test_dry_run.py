@@ -42,6 +42,22 @@ def test_a_plain_loader(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     assert (made.samples_per_step, made.batches_in_flight, made.bytes_in_flight) == (16, 1, 8 * 9 * 4)
     assert made.facts.loader is not None and made.facts.loader.sample_bytes == 36
     assert list(here.iterdir()) == []
+    batch = ("rungs.batch.enabled=true", "trainer.accumulate_grad_batches=2")
+    for more, samples, accumulate in (((), 16, 2), (("rungs.batch.global_batch=32",), 32, 4)):
+        other = planned(monkeypatch, DataLoader(pairs(), batch_size=8), *batch, *more)
+        assert (other.samples_per_step, other.facts.accumulate) == (samples, accumulate)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_several_train_loaders_keep_no_place(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before training; of one loader, the control, nothing is."""
+    loader = DataLoader(pairs(), batch_size=8)
+    made = planned(monkeypatch, {"a": loader, "b": loader} if several else loader, "rungs.workers.enabled=true")
+    (step,) = made.plan.steps
+    notes = [note for note in step.change.notes if "resumed in the middle of an epoch starts it anew" in note]
+    assert step.status == "planned" and [note.rpartition(": ")[2] for note in notes] == (
+        ["Lightning counts the batches of 2 train loaders as one"] if several else []
+    )
 
 
 class Endless(IterableDataset[Any]):

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from time import sleep
+from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from fastloop.bridge.watch.session import (
     summarize,
 )
 from fastloop.config.loading import WatchSettings
+from fastloop.evidence import machine
 from fastloop.evidence.clock.step_clock import Clock
 from fastloop.records.measurement import GPU_READINGS, Measurement
 from tests.bridge.watch.live_fit import Strict
@@ -410,6 +411,18 @@ def test_a_profiler_that_is_replaced_is_said_and_the_steps_before_it_stand(step:
     assert seen is not None and (seen.steps, seen.total_steps) == (steps, 16)
     assert (REPLACED in seen.state) == (step < 99) and (seen.first_step == 3 or not steps)
     assert loop.findings[0].title == "NOT MEASURED" or steps
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.1, False), (0.42, True), (None, False)])
+def test_a_crowded_machine_is_named(share: float | None, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = perf_counter()
+    wait = (lambda: None) if share is None else (lambda: share * (perf_counter() - began))
+    monkeypatch.setattr(machine, "cpu_wait_s", wait)
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    trainer(max_epochs=2, callbacks=[loop]).fit(Regression(), loader())
+    assert loop.measurement is not None
+    named = [each for each in loop.measurement.state if "waited for a CPU for about 40 % of the time" in each]
+    assert bool(named) is said
 
 
 # -- the garbage collector --------------------------------------------------------------------------------------------

@@ -35,6 +35,19 @@ def test_a_span_counts_also_where_its_work_fails(monkeypatch: pytest.MonkeyPatch
     assert ledger.sum_by_cause() == {"rehearsal": 2.5}
 
 
+def test_a_cost_that_counts_itself_lies_before_the_batch_it_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent, at = [0.5, 0.0], [10.0]
+    monkeypatch.setattr(one_time, "now", lambda: at[0])
+    ledger = OneTime()
+    ledger.follow("cache_fill", lambda: (spent[0], spent[1]))
+    ledger.note()
+    assert ledger.spans == [] and ledger.sum_by_cause() == {"cache_fill": 0.0}, "nothing since it is followed"
+    spent[:], at[0] = (2.5, 4.0), 20.0  # two seconds in the loop's way, four beside it
+    ledger.note()
+    ledger.note()
+    assert ledger.spans == [("cache_fill", 18.0, 20.0)] and ledger.sum_by_cause() == {"cache_fill": 6.0}
+
+
 def test_a_clock_takes_each_moment_once() -> None:
     ledger = OneTime()
     ledger.add_span("compile", 0.0, 4.0)

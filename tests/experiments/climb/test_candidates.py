@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.experiments.climb.candidates import Candidate, Position, Start, choose
+from fastloop.experiments.climb.candidates import Candidate, Position, Start, choose, list_ladders, make_patch
 from fastloop.records.card import Stack
 from fastloop.records.climb import Attempt, Costs
 from fastloop.records.experiment import Outcome
@@ -158,13 +158,50 @@ def test_a_loader_with_workers_keeps_its_number() -> None:
 def test_an_engine_for_image_files_is_screened_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dali, "is_installed", lambda: True)
     files = dataclasses.replace(GPU, image_files=True)
-    found = choice(WAITS, start=files)
+    tried = [row(each, "small", predicted=0.0) for each in ("workers", "pin", "prefetch")]
+    assert key(choice(WAITS, start=files)) == "workers", "what is predicted comes first"
+    found = choice(WAITS, *tried, start=files)
     assert isinstance(found, Candidate) and found.key == "dali" and found.way.changes == "engine"
-    assert key(choice(WAITS, row("dali", "not_faster"), start=files)) == "workers"
-    assert key(choice(WAITS, row("dali", "parity"), start=files)) == "workers"
-    assert key(choice(WAITS)) == "workers", "no image files"
+    assert key(choice(WAITS, *tried, row("dali", "not_faster"), start=files)) == "nodes"
+    assert key(choice(WAITS, *tried)) == "nodes", "no image files"
     monkeypatch.setattr(dali, "is_installed", lambda: False)
-    assert key(choice(WAITS, start=files)) == "workers"
+    assert key(choice(WAITS, *tried, start=files)) == "nodes"
+
+
+def test_samples_that_come_again_within_a_trial_may_be_kept() -> None:
+    tried = [row(each, "small", predicted=0.0) for each in ("workers", "pin", "prefetch", "nodes")]
+    found = choice(WAITS.but(outside_ms=1.0, gap_ms=0.1), *tried)
+    assert isinstance(found, Candidate) and found.key == "cache" and found.way.changes == "engine"
+    once = choice(WAITS, *tried)
+    assert not isinstance(once, Candidate) or once.rung != "cache", "within one epoch none comes again"
+
+
+def test_a_script_keeps_its_loader_to_itself_so_workers_are_screened_at_once() -> None:
+    found = choice(WAITS, start=dataclasses.replace(GPU, times_loader=False))
+    assert isinstance(found, Candidate) and found.rung == "workers" and found.patches == (make_patch("workers"),)
+    assert found.way.changes == "engine" and found.tunes is None
+
+
+BF16: Stack = {"workers": {"enabled": True}, "amp": {"enabled": True}}
+FULL: Stack = {**BF16, "compile": {"enabled": True}}
+
+
+def test_of_the_shipped_ladders_the_fastest_comes_first() -> None:
+    shipped = dataclasses.replace(GPU, ladders={"bf16": BF16, "full": FULL, "twin": FULL})
+    assert list(list_ladders(shipped)) == ["full", "bf16"], "the largest first, and each addition once"
+    known = Position(start=shipped, costs=WAITS, stack={}, ladder_rates={"full": 90.0, "bf16": 110.0})
+    assert key(choose(known)) == "ladder-bf16"
+    equal = dataclasses.replace(known, ladder_rates={"full": 111.0, "bf16": 110.0})
+    assert key(choose(equal)) == "ladder-bf16", "the shorter one of two that are equally fast"
+    slower = dataclasses.replace(row("ladder-bf16", "not_faster", rung="workers+amp"), patch={"rungs": BF16})
+    assert key(choose(dataclasses.replace(known, rows=[slower]))) == "ladder-full"
+    broken = dataclasses.replace(known, rows=[dataclasses.replace(slower, ended="parity")])
+    assert key(choose(broken)) == "workers", "full has all of what broke"
+    kept = row("ladder-bf16", "kept", rung="workers+amp")
+    high = dataclasses.replace(known, rows=[dataclasses.replace(kept, patch={"rungs": BF16})], stack=BF16)
+    assert key(choose(high)) not in ("ladder-full", "workers", "amp"), "slower ones are left out, and what it brought"
+    own = dataclasses.replace(shipped, enabled=frozenset({"amp"}), refused={"compile": "there is no compiler"})
+    assert list_ladders(own) == {}, "one rung is no ladder"
 
 
 def test_workers_are_counted_anew_once_more_is_asked_of_them() -> None:
@@ -175,10 +212,12 @@ def test_workers_are_counted_anew_once_more_is_asked_of_them() -> None:
     assert key(choice(loads, *tried, stack=stack)) == "workers-count"
     eight = {**stack, "workers": {"enabled": True, "count": 8}}
     assert key(choice(loads.but(loaders_ms=((8, 88.0), (16, 60.0))), *tried, stack=eight)) == "workers-count"
-    assert isinstance(choice(loads.but(loaders_ms=((4, 160.0), (8, 88.0))), *tried, stack=eight), str), "no more to ask"
+    most, threads = loads.but(loaders_ms=((4, 160.0), (8, 88.0))), row("nodes", "not_faster", at=2)
+    assert key(choice(most, *tried, stack=eight)) == "nodes", "threads, once processes have given what they can"
+    assert isinstance(choice(most, *tried, threads, stack=eight), str), "no more to ask"
     counted = row("workers-count", "small", at=2)
-    assert isinstance(choice(loads, *tried, counted, stack=stack), str)
-    assert key(choice(loads, *tried, counted, row("layout", "kept", at=2), stack=stack)) == "workers-count"
+    assert isinstance(choice(loads, *tried, counted, threads, stack=stack), str)
+    assert key(choice(loads, *tried, counted, threads, row("layout", "kept", at=2), stack=stack)) == "workers-count"
 
 
 def test_workers_that_start_anew_each_epoch_may_persist() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.commands.climb import list_shipped
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
@@ -89,6 +90,93 @@ def test_the_exchange_is_a_family_of_its_own() -> None:
     alone = make_climb(SimulatedRunner(machine))
     alone.climb()
     assert all(row.rung != "overlap" for row in alone.rows)
+
+
+# -- rungs that pay together ------------------------------------------------------------------------------------------
+
+TOGETHER = Machine(decode_ms=3, copy_ms=0, factors={"amp+layout+compile": 0.4, "amp": 1.02, "layout": 1.0})
+"""bfloat16, channels-last and compiled graphs pay only where all three are on, as in a ResNet on an H200."""
+
+
+def test_a_ladder_is_found_where_no_rung_of_it_pays_alone() -> None:
+    alone = make_climb(SimulatedRunner(TOGETHER))
+    alone.climb()
+    assert not {"amp", "layout", "compile"} & set(alone.stack), "one by one they do not"
+    runner = SimulatedRunner(TOGETHER)
+    climb = make_climb(runner, ladders=list_shipped())
+    climb.climb()
+    assert {"amp", "layout", "compile"} <= set(climb.stack)
+    best = min(TOGETHER.step_ms(stack, "as_it_is") for stack in (*stacks(), *list_shipped().values()))
+    assert TOGETHER.step_ms(climb.stack, "as_it_is") <= 1.01 * best
+    assert {rung for row in climb.rows if row.takes_away and row.kept for rung in [row.rung]} >= {"workers", "fused"}
+    assert not {"workers", "fused", "cache"} & set(climb.stack), "what it came with, and does nothing, is gone"
+
+
+def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:
+    idle = dataclasses.replace(TOGETHER, idle={"cache": "no epoch ended", "pin": "no CUDA"})
+    runner = SimulatedRunner(idle)
+    climb = make_climb(runner, ladders=list_shipped())
+    climb.climb()
+    assert not any("cache" in at or "pin" in at for at in runner.ran), "what had no effect is not asked about again"
+    broken = dataclasses.replace(RESNET, wrong=frozenset({"compile"}))
+    climb = make_climb(SimulatedRunner(broken), ladders=list_shipped())
+    climb.climb()
+    ends = {row.name: row.ended for row in climb.rows if row.name.startswith("ladder-")}
+    assert ends["ladder-bf16"] == "kept" and ends.get("ladder-full") != "kept"
+    assert "compile" not in climb.stack and {"workers", "amp"} <= set(climb.stack)
+
+
+def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() -> None:
+    """With 8 workers all ladders wait for their data alike; with 12 the arithmetic is the limit."""
+    machine = dataclasses.replace(TOGETHER, decode_ms=1250, noise=0.001)
+    runner = SimulatedRunner(machine)
+    climb = make_climb(runner, ladders=list_shipped())
+    climb.climb()
+    kept = [row.name for row in climb.rows if row.kept and not row.takes_away]
+    assert kept[:2] == ["ladder-safe", "workers-count"] and kept[-1] == "ladder-full"
+    assert {"workers", "amp", "layout", "compile"} == set(climb.stack)
+    assert machine.step_ms(climb.stack, "as_it_is") < min(
+        machine.step_ms(stack, "as_it_is") for stack in list_shipped().values()
+    )
+
+
+def test_a_ladder_whose_screen_was_disturbed_is_screened_again() -> None:
+    climb = make_climb(Disturbed(TOGETHER, {"00-ladder-full/screen-3-arm": 15.0}), ladders=list_shipped())
+    climb.climb()
+    assert [row.ended for row in climb.rows if row.key == "ladder-full"] == ["odd", "kept"]
+
+
+def test_small_losses_of_rungs_that_are_taken_away_do_not_add_up() -> None:
+    """Each of eight rungs makes the step 0.8 % faster: alone that is noise, together it is not."""
+    rungs = ("pin", "prefetch", "overlap", "amp", "layout", "fused", "compile", "cache")
+    machine = Machine(decode_ms=1, copy_ms=0, host_ms=1, noise=0.0, factors=dict.fromkeys(rungs, 0.992))
+    climb = make_climb(SimulatedRunner(machine), ladders={"full": {rung: {"enabled": True} for rung in rungs}})
+    climb.climb()
+    whole = machine.step_ms({rung: {} for rung in rungs}, "as_it_is")
+    assert machine.step_ms(climb.stack, "as_it_is") < 1.011 * whole and len(climb.stack) == len(rungs) - 1
+
+
+@pytest.mark.parametrize("budget_s", [150, 300])
+def test_in_several_calls_a_climb_with_ladders_comes_to_the_same_top(budget_s: float) -> None:
+    whole = make_climb(SimulatedRunner(COMPUTED), ladders=list_shipped())
+    why = whole.climb()
+    done: dict[str, Result] = {}
+    ran: list[str] = []
+    rows: list[Any] = []
+    for _ in range(60):
+        runner = SimulatedRunner(COMPUTED, done=done).with_budget(budget_s)
+        climb = make_climb(runner, rows=rows, ladders=list_shipped())
+        try:
+            assert climb.climb() == why
+            break
+        except Spent:
+            rows = climb.rows
+        finally:
+            ran += runner.ran
+    else:
+        pytest.fail("it gets nowhere")
+    assert climb.stack == whole.stack and [row.key for row in climb.rows] == [row.key for row in whole.rows]
+    assert len(ran) == len(set(ran)), "what finished was found again"
 
 
 # -- what it does not keep --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import passports
-from fastloop.experiments.ab.arms import Ask
+from fastloop.experiments.ab.arms import Ask, ConfigArm
 from fastloop.experiments.climb import runner as module
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Budget, Length, Spent
@@ -68,7 +68,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = World()
-    monkeypatch.setattr(module.ConfigArm, "run", lambda arm, *rest, **more: made.run(arm, *rest, **more))
+    monkeypatch.setattr(ConfigArm, "run", lambda arm, *rest, **more: made.run(arm, *rest, **more))
     return made
 
 
@@ -86,7 +86,9 @@ def clock() -> Clock:
 
 def made(place: Path, clock: Clock, budget_s: float = 1000.0) -> tuple[ProcessRunner, list[str]]:
     said: list[str] = []
-    return ProcessRunner(Job(conf=str(NET)), place, Budget(budget_s, clock), limit_s=300, progress=said.append), said
+    return ProcessRunner(
+        ConfigArm(name="net", job=Job(conf=str(NET))), place, Budget(budget_s, clock), limit_s=300, progress=said.append
+    ), said
 
 
 def run(bench: ProcessRunner, at: str = "01-amp/predict-1", **changes: Any) -> Result:
@@ -166,7 +168,7 @@ def test_another_host_with_the_same_device_goes_on(world: World, clock: Clock, t
 
 def test_a_rung_that_the_configuration_forbids_is_no_end(world: World, clock: Clock, tmp_path: Path) -> None:
     bench, _ = made(tmp_path, clock)
-    bench.job = bench.job.override("trainer.precision=32-true")
+    bench.start = bench.start.change("net", "trainer.precision=32-true")
     found = run(bench)
     assert "trainer.precision" in found.skipped["amp"] and "rungs.amp is enabled and owns it" in found.skipped["amp"]
     assert world.asked == [] and list(tmp_path.iterdir()) == []

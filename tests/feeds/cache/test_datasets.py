@@ -21,6 +21,7 @@ from fastloop.feeds.cache.keeping import Keeper
 from fastloop.feeds.cache.mapped import open_store
 from fastloop.feeds.images.byte_batches import AsBytes
 from tests.feeds.cache.pictures import Arrays, Memory, Unnamed, count_reads, folder, paint, touch
+from tests.feeds.dali.folders import damage
 
 AUGMENT = [T.RandomResizedCrop(16), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize([0.4] * 3, [0.2] * 3)]
 TRANSFORMS = {
@@ -220,6 +221,23 @@ def test_a_broken_or_missing_file_says_what_it_says(tmp_path: Path) -> None:
             ours[index]
         assert str(mine.value)[:20] == str(theirs.value)[:20]
     assert same(plain[2], ours[2]) and same(plain[2], ours[2])
+
+
+@pytest.mark.filterwarnings("ignore:Palette images")
+@pytest.mark.parametrize("how", ["CMYK", "L", "RGBA", "P", "16 bit", "turned", "zero bytes", "truncated"])
+def test_odd_and_damaged_files_are_what_they_are_without_it(how: str, tmp_path: Path) -> None:
+    """D17: the same picture from the store, or the same exception each time, and nothing of it kept."""
+    plain = folder(tmp_path, transform=T.ToTensor(), suffix="jpg")
+    damage(Path(plain.samples[1][0]), how)
+    ours, keeper = cached(plain)
+    outcomes = []
+    for dataset in (plain, ours, ours):
+        try:
+            outcomes.append(dataset[1])
+        except Exception as error:
+            outcomes.append((type(error), str(error)[:20]))
+    assert same(outcomes[0], outcomes[1]) and same(outcomes[0], outcomes[2])
+    assert hits(keeper) == ((0, 0) if how in ("zero bytes", "truncated") else (1, 1)), "the fault fired"
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------

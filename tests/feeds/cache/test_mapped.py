@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fastloop.errors import NotApplicable
@@ -238,6 +239,37 @@ def test_two_processes_fill_one_store(context: Any, tmp_path: Path) -> None:
     assert all(read(store, number) == bytes([number % 256]) * 1000 for number in range(300))
     assert store.count()["kept_samples"] == 301, "each once"
     store.close()
+
+
+def grow_by_reading(store: Any, copies: bool, grown: Any, together: Any) -> None:
+    """Read all, and hold what was read: the store's own memory, or a copy as a worker's own cache would have."""
+    together.wait(30)  # what they share of the test's own memory is shared by all from here on
+    before, held = psutil.Process().memory_full_info().pss, []
+    together.wait(30)
+    for number in range(20):
+        found = store.get(key(number))
+        assert found is not None and sum(found[::4096]) >= 0
+        held.append(bytes(found) if copies else found)
+    together.wait(30)
+    grown.put(psutil.Process().memory_full_info().pss - before)
+    together.wait(30)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no proportional sizes here")
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_is_kept_is_in_memory_once_for_all_workers(copies: bool, tmp_path: Path) -> None:
+    """K4, with a copy in each worker as the control."""
+    store, grown, together = make(tmp_path / "s", 50 * 10**6, remove=True), FORK.Queue(), FORK.Barrier(4)
+    for number in range(20):
+        store.put(key(number), record(number, 2**20))
+    workers = [FORK.Process(target=grow_by_reading, args=(store, copies, grown, together)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    total = sum(grown.get(timeout=30) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+    store.close()
+    assert (total < 1.5 * 20 * 2**20) is not copies, f"{total / 2**20:.0f} MiB in 4 workers"
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:

@@ -29,6 +29,33 @@ def make_folder(path: Path, pictures: int = 20, classes: int = 4) -> Path:
     return path
 
 
+TURNED = Image.Exif()
+TURNED[274] = 6
+
+
+def damage(path: Path, how: str) -> None:
+    """Put another file in the place of a picture."""
+    picture = make_picture(1)
+    content = path.read_bytes()
+    if how == "zero bytes":
+        path.write_bytes(b"")
+    elif how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "text":
+        path.write_bytes(b"no picture at all")
+    elif how == "gone":
+        path.unlink()
+    elif how == "turned":
+        picture.save(path, exif=TURNED)
+    elif how == "16 bit":
+        gray = np.asarray(picture.convert("L")).astype(np.uint16)
+        Image.fromarray(257 * gray).save(path, format="PNG")
+    elif how in ("GIF", "PNG", "WEBP", "BMP"):
+        picture.save(path, format=how)
+    else:
+        picture.convert(how).save(path, format="JPEG" if how in ("CMYK", "L") else "PNG")
+
+
 def read_folder(path: Path, *transforms: Any) -> Any:
     """The folder with these transforms; without any, the usual ones for training at 32 pixels."""
     from torchvision import transforms as T

@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 pytest.importorskip("torchvision")
-from PIL import Image
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
 from torchvision import transforms as T
 
@@ -27,7 +26,7 @@ from fastloop.feeds.dali.graph import Machine
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.window_batches import WindowDataset, collate_window
-from tests.feeds.dali.folders import make_folder, make_picture, read_folder
+from tests.feeds.dali.folders import damage, make_folder, read_folder
 
 MACHINE = Machine(threads=2)
 STILL = [T.Resize((16, 16)), T.ToTensor()]
@@ -216,29 +215,6 @@ def test_pictures_come_in_the_order_that_is_wanted(folder: Path, monkeypatch: py
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
-TURNED = Image.Exif()
-TURNED[274] = 6
-
-
-def damage(path: Path, how: str) -> None:
-    """Put another file in the place of a picture."""
-    picture = make_picture(1)
-    content = path.read_bytes()
-    if how == "zero bytes":
-        path.write_bytes(b"")
-    elif how == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "text":
-        path.write_bytes(b"no picture at all")
-    elif how == "gone":
-        path.unlink()
-    elif how == "turned":
-        picture.save(path, exif=TURNED)
-    elif how in ("GIF", "PNG", "WEBP", "BMP"):
-        picture.save(path, format=how)
-    else:
-        picture.convert(how).save(path, format="JPEG" if how in ("CMYK", "L") else "PNG")
-
 
 @pytest.mark.filterwarnings("ignore:fastloop:UserWarning", "ignore:Palette images")
 @pytest.mark.parametrize("how", ["CMYK", "L", "RGBA", "LA", "P", "1", "PNG", "WEBP", "BMP", "GIF", "turned"])
@@ -251,6 +227,24 @@ def test_unusual_files_become_what_the_loader_makes_of_them(tmp_path: Path, how:
     for mine, plain in zip(ours.load(0), loader, strict=True):
         assert torch.equal(mine[1], plain[1]) and 255 * (mine[0] - plain[0]).abs().mean() < 0.5
     assert ours.plain_batches == (how == "GIF") and ours.images == 12 - 4 * (how == "GIF")
+
+
+@pytest.mark.filterwarnings("ignore:fastloop:UserWarning")
+@pytest.mark.parametrize("looks", [True, False])
+def test_sixteen_bits_of_gray_are_the_datasets_to_make(
+    tmp_path: Path, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D17. PIL cuts them off and DALI scales them; not looking, the control, another picture comes out."""
+    make_folder(tmp_path, 12)
+    damage((tmp_path / "class2" / "006.jpg").rename(tmp_path / "class2" / "006.png"), "16 bit")
+    if not looks:
+        monkeypatch.setattr(engines, "_MAY_BE_DEEP", ())
+    loader = DataLoader(read_folder(tmp_path, *STILL), batch_size=4)
+    ours = make(loader)
+    for _ in range(2):
+        apart = max(255 * (mine[0] - plain[0]).abs().mean() for mine, plain in zip(ours.load(0), loader, strict=True))
+        assert (apart < 0.5) if looks else (apart > 20)
+    assert ours.plain_batches == 2 * looks and ours.images == 24 - 8 * looks
 
 
 @pytest.mark.parametrize("how", ["zero bytes", "truncated", "text", "gone"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.down: list[tuple[int, int, str]] = []
+        self.left_out: list[tuple[int, int, str]] = []
         self.warned: list[str] = []
 
 
@@ -45,9 +47,10 @@ def tried(
     collate: Callable[[Any], Any] | None = None,
     room_bytes: int | None = None,
     dataset: Any = None,
+    pays: bool = False,
     **settings: Any,
 ) -> tuple[LazyLoader, Steps]:
-    """A shuffling loader with tried workers."""
+    """A shuffling loader with tried workers; with `pays` they have to be worth it."""
     steps = Steps()
     defaults = {"batch_size": 4, "shuffle": True, "num_workers": 3}
     settings = {key: value for key, value in {**defaults, **settings}.items() if value is not ...}
@@ -57,6 +60,7 @@ def tried(
         step_down=lambda *given: steps.down.append(given),
         warn=steps.warned.append,
         turn_off="rungs.loads.enabled: false",
+        leave_out=(lambda *given: steps.left_out.append(given)) if pays else None,
     ).batches
     return LazyLoader(loader, epochs=epochs), steps
 
@@ -162,6 +166,49 @@ def _unsendable_alone(sample: Any) -> Any:
     if get_worker_info() is not None:
         return lambda: sample
     return sample
+
+
+# -- what workers cost ------------------------------------------------------------------------------------------------
+
+
+class Slow(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.1)
+        return super().__getitem__(index)
+
+
+def collate_many(samples: Any) -> Any:
+    """Each tensor comes through a socket of its own."""
+    return [torch.stack(samples), *(torch.zeros(2) for _ in range(20))]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_that_are_made_sooner_than_handed_over_are_made_here(persistent: bool, method: str) -> None:
+    loader, steps = tried(
+        collate_many, pays=True, num_workers=1, persistent_workers=persistent, multiprocessing_context=method
+    )
+    torch.manual_seed(3)
+    seen = []
+    for _ in range(3):
+        seen.append([])
+        for batch in loader:
+            seen[-1].append(_content(batch))
+            time.sleep(0.02)  # the training; the next batch lies ready after it
+    assert (seen, float(torch.rand(1))) == read(DataLoader(Numbers(), 4, shuffle=True), 3)
+    ((workers, _, why),) = steps.left_out
+    made, took = re.findall(r"([\d.]+) ms", why)
+    assert workers == 0 and float(made) < float(took) and loader.num_workers == 0 and not steps.down
+    assert why == f"a batch takes {made} ms to make, and taking it from a worker took {took} ms"
+
+
+@pytest.mark.parametrize(("dataset", "pays"), [(Slow(), True), (Numbers(), False)], ids=["pay", "by_name"])
+def test_workers_stay_where_they_pay_or_are_asked_for_by_name(dataset: Any, pays: bool) -> None:
+    loader, steps = tried(collate_many, pays=pays, dataset=dataset, num_workers=2)
+    for _ in range(3 - 2 * pays):
+        for _ in loader:
+            time.sleep(0.01)
+    assert loader.num_workers == 2 and not steps.left_out and not steps.down
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -360,7 +407,10 @@ class Breaks(Numbers):
 
 
 def test_an_exception_of_the_datasets_keeps_its_type() -> None:
+    """D5."""
     loader, steps = tried(dataset=Breaks(), shuffle=False)
-    with pytest.raises(Broken, match="no such sample"):
+    with pytest.raises(Broken, match="no such sample") as raised:
         list(loader)
     assert steps.down == []
+    if sys.version_info >= (3, 11):
+        assert raised.value.__notes__ == ["fastloop: the worker was making the batch of samples [8, 9, 10, 11]"]

@@ -35,7 +35,7 @@ RATIO = re.compile(r"\d(\.\d+)?x\b")
     [
         ("climbed", "CONFIRMED FASTER 7.52x", "good"),
         ("screened", "1 RUNG KEPT, NOTHING CONFIRMED", "unknown"),
-        ("long", "9 RUNGS KEPT, NOTHING CONFIRMED", "unknown"),
+        ("long", "2 RUNGS KEPT, NOTHING CONFIRMED", "unknown"),
         ("none-kept", "NOTHING TO GAIN", "good"),
         ("unproven", "NOT CONFIRMED: PARITY FAILED", "unknown"),
         ("nothing", "NOT FINISHED", "unknown"),

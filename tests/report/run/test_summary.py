@@ -191,6 +191,9 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
         assert line.startswith(kind) and verdict.why in line
     assert [f"fix{number}" for number in range(4) if f"rungs.fix{number} {{enabled: true}}" not in text] == []
     assert report is None or lines[-1] == f"REPORT   {report}"
+    shared = [len(re.findall(r"reason", line)) for line in lines if line.startswith("INACTIVE")]
+    assert len(lines) == 12 or max(shared, default=1) == 1, "joined without need"
+    assert max(shared, default=1) <= 2 * min(shared, default=1) + 1, "one line has nearly all of them"
     if inactive + unknown <= 1:
         assert text.count("\nINACTIVE") == inactive and text.count("\nUNKNOWN") == unknown, "joined without need"
 

@@ -41,6 +41,8 @@ class RehearsalsFile:
     failures: Mapping[str, Failure] = field(default_factory=dict)
     first_call_s: Mapping[str, float] = field(default_factory=dict)
     """What a rung's first call took longer than its second: compiling, mostly."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The fastest micro-batch."""
 
 
 class Remembered:
@@ -68,6 +70,13 @@ class Remembered:
     def keep_first_call_s(self, rung: str, settings: Any, seconds: float) -> None:
         known = self._read()
         self._write(replace(known, first_call_s=_add(known.first_call_s, self._key(rung, settings), seconds)))
+
+    def find_size(self, settings: str) -> int | None:
+        return self._read().sizes.get(self._key("", settings))
+
+    def keep_size(self, settings: str, size: int) -> None:
+        known = self._read()
+        self._write(replace(known, sizes=_add(known.sizes, self._key("", settings), size)))
 
     def _key(self, rung: str, settings: Any) -> str:
         return _digest(rung, repr(settings), self._model)

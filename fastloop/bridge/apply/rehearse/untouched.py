@@ -85,6 +85,20 @@ class Kept:
         self._seen: dict[int, Any] = {}
         """Every object looked at; held, so that no other gets its id."""
         self._undos: list[Callable[[], object]] = []
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, list[Any]]] = []
+
+    def find_change(self) -> str | None:
+        """Something that is not the object it was: an attribute, by its owner's class, or what a container holds."""
+        for owner, before in self._attributes:
+            now = vars(owner)
+            for name in {**before, **now}:
+                if name not in OURS and now.get(name, now) is not before.get(name, before):
+                    return f"{type(owner).__name__}.{name}"
+        for value, members in self._containers:
+            if not _holds(value, members):
+                return f"a {type(value).__name__} that the model keeps"
+        return None
 
     def restore(self) -> None:
         """Put everything back, last note first.
@@ -117,6 +131,7 @@ class Kept:
                     self._keep_callable(hook)
 
     def _keep_attributes(self, owner: Any, before: dict[str, Any]) -> None:
+        self._attributes.append((owner, before))
         self._undos.append(partial(_restore_attributes, owner.__dict__, before))
 
     def _note(self, value: Any) -> None:
@@ -146,7 +161,7 @@ class Kept:
             self._keep_callable(value)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
-        elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_NOT_WALKED):
+        elif hasattr(value, "__dict__") and not _is_foreign(f"{type(value).__module__}."):
             before = dict(vars(value))
             self._keep_attributes(value, before)
             for member in before.values():
@@ -170,10 +185,10 @@ class Kept:
 
     def _keep_container(self, value: Any) -> None:
         before = list(value.items() if isinstance(value, dict) else value)
+        self._containers.append((value, before))
 
         def restore() -> None:
-            now = list(value.items() if isinstance(value, dict) else value)
-            if len(now) == len(before) and all(_is_same(old, new) for old, new in zip(before, now, strict=True)):
+            if _holds(value, before):
                 return
             value.clear()
             if isinstance(value, dict):
@@ -198,6 +213,17 @@ class Kept:
             self._keep(content)
         if not isinstance(function, types.FunctionType) and not isinstance(hook, types.MethodType):
             self._keep(function)
+
+
+def _is_foreign(module: str) -> bool:
+    """Whether objects of this module's classes are torch's, Lightning's or the watch's, and not a recipe's."""
+    return module.startswith(_NOT_WALKED) or (module.startswith("fastloop.") and ".recipe_modules." not in module)
+
+
+def _holds(container: Any, before: list[Any]) -> bool:
+    """Whether its members are the objects they were."""
+    now = list(container.items() if isinstance(container, dict) else container)
+    return len(now) == len(before) and all(_is_same(old, new) for old, new in zip(before, now, strict=True))
 
 
 def _is_same(old: Any, new: Any) -> bool:

@@ -1,0 +1,126 @@
+"""What the host rung brings: the loop's own microseconds, and the cifar10 recipe at the user's batch of 128.
+
+    python benchmarks/host.py [--steps 400] [--only loop|resident|store]
+
+`loop` is a model of two small layers, so that Lightning itself is the step. `resident` trains the recipe's ResNet-18 on
+one batch that stays on the device; `store` on its pictures, from the device store. Rates are of the second half of the
+steps, by a stopwatch between two synchronizations. One JSON line per case; no interval: one run each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from fastloop import FastLoop
+from fastloop.bridge.fit.recipes import build_recipe
+from fastloop.config.loading import load
+
+KERNELS: dict[str, Any] = {"amp": {}, "layout": {}, "fused": {}}
+COMPILED: dict[str, Any] = {**KERNELS, "compile": {"pay_back": "ignore"}}
+STORE: dict[str, Any] = {**COMPILED, "cache": {"store": "device"}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "loop": ("loop", {}),
+    "loop, host without graphs": ("loop", {"host": {}}),
+    "loop, host": ("loop", {"host": {"step_graph": True}}),
+    "loop and a value": ("loop", {}),
+    "loop and a value, host without graphs": ("loop", {"host": {}}),
+    "loop and a value, host": ("loop", {"host": {"step_graph": True}}),
+    "resident": ("resident", KERNELS),
+    "resident, host": ("resident", {**KERNELS, "host": {"step_graph": True}}),
+    "resident, compile": ("resident", COMPILED),
+    "resident, compile, host": ("resident", {**COMPILED, "host": {"step_graph": True}}),
+    "store, compile": ("store", STORE),
+    "store, compile, host": ("store", {**STORE, "host": {"step_graph": True}}),
+}
+
+
+class Small(L.LightningModule):
+    """Lightning's own work is all there is."""
+
+    def __init__(self, logs: bool) -> None:
+        super().__init__()
+        self.logs = logs
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        if self.logs:
+            self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Stopwatch(L.Callback):
+    """Seconds of the second half of the steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.began, self.seconds = steps, 0.0, 0.0
+        self.cpu_began = self.cpu_seconds = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in (self.steps // 2, self.steps):
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.synchronize()
+            self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+            self.cpu_seconds, self.cpu_began = time.process_time() - self.cpu_began, time.process_time()
+
+
+def measure(case: str, steps: int, size: str) -> dict[str, Any]:
+    """One fit."""
+    what, rungs = CASES[case]
+    torch.manual_seed(0)
+    watch = Stopwatch(steps)
+    config = {"rungs": {name: {"enabled": True, **keys} for name, keys in rungs.items()}}
+    loop = FastLoop({**config, "rehearsal": "on" if what == "store" else "off"}, quiet=True)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = L.Trainer(
+        devices=1, max_steps=steps, callbacks=[watch, loop], limit_val_batches=0, **dict.fromkeys(quiet, False)
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if what == "loop":
+        batches = DataLoader([torch.randn(8, 8, device=device)] * steps, batch_size=None)  # type: ignore[arg-type]
+        trainer.fit(Small("value" in case), batches)
+    else:
+        module, data = build_recipe(load("cifar10", overrides=[f"recipe.size={size}"]))
+        if what == "store":
+            trainer.fit(module, data)
+        else:
+            pair = torch.randn(128, 3, 32, 32, device=device), torch.randint(10, (128,), device=device)
+            trainer.fit(module, DataLoader([pair] * steps, batch_size=None))  # type: ignore[arg-type]
+    assert loop.measurement is not None
+    row: dict[str, Any] = {"case": case, "us_per_step": 1e6 * watch.seconds / (steps - steps // 2)}
+    row["cpu_us_per_step"] = 1e6 * watch.cpu_seconds / (steps - steps // 2)
+    if what != "loop":
+        row["img_per_s"] = 128 * (steps - steps // 2) / watch.seconds
+    row["verdicts"] = {each.rung: each.why for each in loop.verdicts if each.rung == "host" or not each.took}
+    found = loop.measurement.evidence.get("host", {})
+    return {**row, "host": {name: found[name] for name in found if name != "graph_refused"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--only", default=None)
+    parser.add_argument("--size", default="default", choices=["default", "tiny"])
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for case, (what, _) in CASES.items():
+        if asked.only in (None, what):
+            print(json.dumps(measure(case, 2000 if what == "loop" else asked.steps, asked.size)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

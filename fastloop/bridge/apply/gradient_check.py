@@ -1,0 +1,248 @@
+"""May a step's samples be trained on in other pieces? Their gradients in either say so, before either counts.
+
+The model runs twice on the first window, with the random streams where they are, without dropout and with BatchNorm
+on its running statistics, so that nothing but the loss can make a difference. Of that no trace is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from fastloop.bridge import namespaces
+from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.site import attribute
+from fastloop.errors import NotApplicable, is_out_of_memory, let_through
+from fastloop.evidence.model.collectives import RefuseCollectives
+from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
+from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
+from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
+from fastloop.feeds.batch_tree import map_tensors
+from fastloop.feeds.splitting import Piece, cut, mean
+from fastloop.feeds.token_counts import Counter, list_counters
+
+MOST_COPIED_BYTES = 2**32
+"""Of parameters, to the host."""
+TakeLoss = Callable[[Any, int], Any]
+"""training_step's loss for a batch, and the number of that batch in its window."""
+
+
+class _Sampled(NamedTuple):
+    """Some elements of gradients [n], on the host."""
+
+    own: list[torch.Tensor]
+    others: list[torch.Tensor]
+    drew: bool
+    """training_step draws random numbers."""
+    logged: list[dict[str, float]]
+    """What was logged for each piece of either."""
+
+
+class Weighing(NamedTuple):
+    """What the pieces of a batch are weighed by, where not by their samples."""
+
+    counter: Counter
+    names: frozenset[str]
+    """Of logged values that are means over the same."""
+
+
+def explain_difference(
+    strategy: Any,
+    own: Sequence[Piece],
+    merged: Sequence[Piece],
+    take_loss: TakeLoss,
+    groups: BatchGroups | None = None,
+    compares: bool = True,
+) -> str | None:
+    """Why a window must not run as `merged`; None where its gradient is that of the user's `own` batches.
+
+    Args:
+        groups: BatchNorm is to see each of the batches by itself; None: that is not asked for.
+        compares: look at the gradient.
+    """
+    means = None if groups is None else MeansOfGroups(groups)
+    try:
+        seen = _sample(strategy, own, merged, take_loss, groups, means)
+    except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
+        return f"accumulated and merged could not be compared: {_say(error)}"
+    if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
+        return mixed
+    if not compares:
+        return None
+    together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
+    reason, apart = _judge(strategy, seen.own, [piece.weight for piece in own], together)
+    if reason is not None or apart is None:
+        return reason and f"accumulated and merged could not be compared: {reason}"
+    if seen.drew:
+        return f"training_step draws random numbers of its own: accumulated and merged differ by {apart:.1e}"
+    return f"the loss is not a mean over samples: the merged gradient differs by {apart:.1e}"
+
+
+def weigh_pieces(
+    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss
+) -> tuple[str | None, Weighing | None]:
+    """Why the user's batch must not run in `pieces`, and what these are to be weighed by, where not by their samples.
+
+    Where the whole batch does not fit into the memory, one piece is compared with its halves.
+    """
+    whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
+    alone = strategy.lightning_module.trainer.world_size == 1
+    try:
+        with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
+            seen = _sample(strategy, pieces, [whole], take_loss)
+    except Exception as error:
+        if is_out_of_memory(error):
+            first = pieces[0]
+            if first.samples < 2:
+                return None, None  # nothing smaller could be compared
+            error.__traceback__ = None  # its frames hold the tensors that did not fit
+            return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss)
+        return f"whole and cut could not be compared: {_say(error)}", None
+    reason, apart = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
+    if reason is not None or apart is None:
+        return reason and f"whole and cut could not be compared: {reason}", None
+    found: dict[float, Weighing] = {}
+    for counter in list_counters(batch, strategy.lightning_module):
+        weights = counter.weigh([piece.batch for piece in pieces]).tolist()
+        if _judge(strategy, seen.own, weights, seen.others[0]) == (None, None):
+            distance = measure_difference(seen.own, weights, seen.others[0])
+            names = _find_token_means(seen.logged, [piece.samples for piece in pieces], weights)
+            found.setdefault(distance.apart if distance else 0.0, Weighing(counter, names))
+    if found:
+        return None, found[min(found)]
+    if seen.drew:
+        return f"training_step draws random numbers of its own: whole and cut differ by {apart:.1e}", None
+    return f"the loss couples samples, or is no mean over them: the gradient of the pieces differs by {apart:.1e}", None
+
+
+def _find_token_means(
+    logged: Sequence[dict[str, float]], samples: Sequence[int], weights: Sequence[float]
+) -> frozenset[str]:
+    """Names of logged values whose pieces make up the whole batch's, the last one, by `weights` and not by samples."""
+    *pieces, whole = logged
+    names = set()
+    for name, value in whole.items():
+        parts = [piece[name] for piece in pieces if name in piece]
+        if len(parts) == len(pieces):
+            names |= {name} if abs(mean(parts, weights) - value) < abs(mean(parts, samples) - value) else set()
+    return frozenset(names)
+
+
+def _sample(
+    strategy: Any,
+    own: Sequence[Piece],
+    others: Sequence[Piece],
+    take_loss: TakeLoss,
+    groups: BatchGroups | None = None,
+    means: MeansOfGroups | None = None,
+) -> _Sampled:
+    """Gradients of all these pieces."""
+    module, plugin = strategy.lightning_module, strategy.precision_plugin
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    scaler = getattr(plugin, "scaler", None)
+    scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without it float16 underflows; it begins too high
+
+    def sample(piece: Piece, number: int) -> torch.Tensor:
+        logged.append({})
+        if means is not None:
+            means.begin()
+        with nullcontext() if groups is None else groups.of(piece.groups):
+            with plugin.train_step_context():
+                loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
+            if loss is None:
+                raise ValueError("training_step returned no loss")
+            return sample_gradient(loss * scale, parameters)
+
+    def note(name: str, value: Any, *_args: Any, **_named: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            logged[-1][name] = float(value)
+
+    logged: list[dict[str, float]] = []
+    with quiet(strategy, note), _without_chance(module), unwritten(list(module.parameters())):
+        with untouched(module), nullcontext() if means is None else means.looking():
+            before = _read_streams(strategy)
+            first = [sample(piece, number) for number, piece in enumerate(own)]
+            drew = not all(map(torch.equal, before, _read_streams(strategy)))
+            known = list(logged)  # what the module's `log` writes to is put back, too
+        with untouched(module), nullcontext() if means is None else means.looking():
+            return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
+
+
+def _judge(
+    strategy: Any, own: Sequence[torch.Tensor], weights: Sequence[float], other: torch.Tensor
+) -> tuple[str | None, float | None]:
+    """Why gradients cannot be compared, if so; and how far the weighted sum of `own` is from the other, where it is too
+    far."""
+    found = measure_difference(own, weights, other)
+    if found is None:
+        return "the gradient is not finite", None
+    module = strategy.lightning_module
+    halves = any(each.element_size() < 4 for each in module.parameters() if each.requires_grad)
+    precision = "bf16" if halves else find_precision(module.trainer, module)
+    fits = found.along <= MOST_ALONG and found.apart <= MOST_APART[precision]
+    return None, None if fits else found.apart
+
+
+def _say(error: Exception) -> str:
+    let_through(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextlib.contextmanager
+def unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Parameters that a forward pass writes to are afterwards what they were.
+
+    Raises:
+        NotApplicable: there were such.
+    """
+    versions = [parameter._version for parameter in parameters]
+    few = sum(parameter.nbytes for parameter in parameters) <= MOST_COPIED_BYTES
+    copies = [parameter.detach().to("cpu", copy=True) for parameter in parameters] if few else []
+    try:
+        yield
+    finally:
+        if [parameter._version for parameter in parameters] != versions:
+            with torch.no_grad():
+                for parameter, copied in zip(parameters, copies, strict=False):
+                    parameter.copy_(copied)
+            raise NotApplicable("training_step changes parameters")
+
+
+@contextlib.contextmanager
+def quiet(strategy: Any, log: Callable[..., None] = lambda *_args, **_named: None) -> Iterator[None]:
+    """Without logging, which `log` gets instead, and compiling."""
+    module, trainer = strategy.lightning_module, strategy.lightning_module.trainer
+    dummy = namespaces.load(namespaces.of(strategy), "loggers.logger.DummyLogger")
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(attribute(module, "log", log))
+        undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [dummy() for _ in trainer.loggers]
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextlib.contextmanager
+def _without_chance(module: torch.nn.Module) -> Iterator[None]:
+    """Without dropout and the statistics of a batch."""
+    norms = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    trained = [part for part in norms if part.training and part.track_running_stats]
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(without_functional_dropout())
+        undo.callback(switch_off_dropout(module))
+        for part in trained:
+            part.training = False
+            undo.callback(setattr, part, "training", True)
+        yield
+
+
+def _read_streams(strategy: Any) -> list[torch.Tensor]:
+    """Where torch's random streams are."""
+    device = strategy.root_device
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

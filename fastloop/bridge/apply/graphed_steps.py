@@ -1,0 +1,375 @@
+"""Training steps replayed from a recording of their forward and backward, in the place where Lightning runs them.
+
+Lightning calls training_step, zeroes gradients, and runs the backward. A recorded forward is replayed in the first, a
+recorded backward in the last, so that hooks, zeroing, clipping, the optimizer, schedules and callbacks run as they do
+without us, and see what they saw. What training_step logs is logged at each replay, with the values of that replay.
+
+A step is recorded in mid-run, between its batch's arrival and its training, and without a trace. What is replayed must
+give the gradients of the step as it is; and the step must do nothing in Python that a replay would leave out.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply.read_facts import overrides
+from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.rehearse.recorded_calls import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams
+from fastloop.bridge.apply.site import LiveSite, attribute
+from fastloop.bridge.apply.staging import set_attribute
+from fastloop.errors import NotApplicable, let_through
+from fastloop.evidence.clock.one_time import OneTime
+from fastloop.feeds.batch_tree import map_tensors, tensors, walk_tensors
+from fastloop.feeds.splitting import get_loss
+from fastloop.feeds.step_graph.recording import CudaRecorder, Recorder
+from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
+from fastloop.judge import rehearsal as judge
+from fastloop.records.plan import Undo
+
+MOST_SHAPES = 32
+"""Batches in a row that differ from the one before: no recording would be used."""
+MOST_RECORDINGS = 3
+"""Of one run: a model that keeps changing is left alone."""
+LEAST_GAIN = 0.95
+"""A replay that takes more of the step's time is not worth its memory."""
+_STATIC = ("strategy", "world_size", "global_rank", "local_rank", "node_rank", "datamodule", "training", "num_devices")
+"""What a step may ask its Trainer for: the same at each step."""
+
+
+class GraphedSteps:
+    """Runs the training steps of one fit.
+
+    Args:
+        site: the live objects.
+        asked: the user asked for it by name: it need not be faster.
+        is_ready: whether nothing else is being tried any more.
+        one_time: the ledger of costs that are none of a step's.
+    """
+
+    make_recorder: Callable[[torch.device], Recorder] = CudaRecorder
+
+    def __init__(
+        self,
+        site: LiveSite,
+        *,
+        asked: bool,
+        is_ready: Callable[[], bool],
+        one_time: OneTime,
+    ) -> None:
+        self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, one_time
+        self.refused: str | None = None
+        """Why no step is replayed from here on."""
+        self.replays = self.eager_steps = self.recordings = self._unlike = 0
+        self._seen: dict[str, Any] = {}
+        self._last_key: Any = None
+        self._step: StaticStep | None = None
+        self._guard: list[Any] = []
+        self._parts: list[Any] = []
+        """The modules that were recorded; whether they are those of the model still, they say themselves."""
+        self._output: Any = None
+        self._calls: Sequence[_LogCall] = ()
+        self._uninstall: Undo | None = None
+
+    def evidence(self) -> Mapping[str, Any]:
+        """Steps that were replayed, and that ran eagerly; why none is replayed; what the comparison showed."""
+        counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
+        return {**counts, "graph_refused": self.refused, **self._seen}
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """One training_step: replayed where it can be; else as it is."""
+        if not self._can_replay(step, args):
+            self.eager_steps += 1
+            return step(*args)
+        assert self._step is not None
+        self._step.forward(args[0])
+        self.replays += 1
+        made = iter(self._step.made)
+        output = map_tensors(self._output, lambda _: next(made).clone())
+        module = self._site.module
+        for call in self._calls:  # Lightning copies the value
+            module.log(call.name, next(made), *call.args, **call.options)
+        self._uninstall = set_attribute(self._site.strategy.precision_plugin, "backward", self._run_backward)
+        return output
+
+    def after_backward(self) -> None:
+        """Lightning has run the backward of a step."""
+        if self._uninstall is not None:
+            self._uninstall()
+            self._uninstall = None
+
+    def undo(self) -> None:
+        """Steps run as they are from here on; what is known of them is kept."""
+        self.after_backward()
+        self._drop()
+        self.refused = self.refused or "training has ended"
+
+    def _run_backward(self, *_: Any, **__: Any) -> None:
+        """Stands in for the precision plugin's backward, between the hooks before and after it."""
+        if self._step is not None:
+            self._step.backward()
+
+    def _drop(self) -> None:
+        if self._step is not None:
+            self._step.let_go()
+        self._step, self._guard, self._parts = None, [], []
+
+    # -- whether to replay ----------------------------------------------------------------------------------------
+
+    def _can_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> bool:
+        if self.refused is not None or not args or not self._is_ready():
+            return False
+        key = read_key(args[0])
+        if self._step is not None and key != self._step.key:
+            return False
+        if self._step is not None and self._guard != self._read_guard():
+            self._drop()  # a parameter was unfrozen or moved, a module was switched: the recording is of another model
+        if self._step is None:
+            before, self._last_key = self._last_key, key
+            if key != before:
+                self._unlike += 1
+                if self._unlike > MOST_SHAPES:
+                    self.refused = "batches have other shapes, or other values beside tensors, each time"
+                return False
+            self._try(step, args)
+        return self._step is not None
+
+    def _read_guard(self) -> list[Any]:
+        """What a recording takes for granted of the model: where its tensors lie, which learn, and which mode it is
+        in. It writes to those addresses, whatever they hold by then."""
+        found: list[Any] = []
+        for part in self._parts or self._site.module.modules():
+            found.append(part.training)
+            found += map(id, part._modules.values())
+            for each in part._parameters.values():
+                if each is not None:
+                    found += (each.data_ptr(), each.requires_grad)
+            for each in part._buffers.values():
+                if each is not None:
+                    found.append(each.data_ptr())
+        return found
+
+    def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Record the step and compare; afterwards everything is as it was."""
+        if self.recordings == MOST_RECORDINGS:
+            self.refused = f"the model was changed after each of {MOST_RECORDINGS} recordings"
+            return
+        try:
+            with self._one_time.span("rehearsal"):
+                self.refused = self._refuse(args[0]) or self._record(step, args)
+        except Exception as error:
+            let_through(error)
+            text = " ".join(str(error).split())[:300]
+            self.refused = text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text}"
+        if self.refused is not None:
+            self._drop()
+
+    def _refuse(self, batch: Any) -> str | None:
+        module, trainer = self._site.module, self._site.trainer
+        if len(trainer.optimizers) != 1:
+            return "there are several optimizers"
+        if overrides(module, "backward"):
+            return f"{type(module).__name__} has a backward of its own"
+        if torch.is_anomaly_enabled():
+            return "detect_anomaly looks at each backward"
+        for name, part in module.named_modules():
+            for registry in HOOKS:
+                for hook in getattr(part, registry, {}).values():
+                    if not getattr(hook, "__module__", type(hook).__module__).startswith(("torch.", "fastloop.")):
+                        return f"{name or type(part).__name__} has a hook, which a replay would not call"
+        for name, parameter in module.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return f"{name} has a hook on its gradient, which a replay would not call"
+        found = list(tensors(batch))
+        if not found or len(found) != len(list(walk_tensors(batch))):
+            return "the batch holds objects of other kinds than tensors and containers"
+        if any(tensor.device != self._site.device for tensor in found):
+            return "the batch is not on the device"
+        return None
+
+    # -- recording ------------------------------------------------------------------------------------------------
+
+    def _record(self, step: Callable[..., Any], args: Sequence[Any]) -> str | None:
+        module = self._site.module
+        watch = _Watch(module, self._site.device)
+        kept, streams = Kept(), keep_random_streams()
+        kept.keep_module(module)
+
+        def run(batch: Any) -> Ran:
+            with watch:
+                output = step(batch, *(_Watched.of(each, watch.notice) for each in args[1:]))
+            self._output, self._calls = output, watch.calls
+            loss = get_loss(output)
+            if loss is None:
+                raise NotApplicable("training_step returned no loss for a batch")
+            loss = loss / self._site.trainer.accumulate_grad_batches  # as Lightning does before the backward
+            return Ran(loss=loss, made=[*tensors(output), *(call.value for call in watch.calls)])
+
+        def put_back() -> None:
+            kept.restore()
+            streams()
+
+        parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        recorder = self.make_recorder(self._site.device)
+        static = StaticStep(run, args[0], parameters)
+        try:
+            with recorder.aside():
+                syncs = recorder.find_syncs(lambda: static.play(args[0]))
+                put_back()
+                first = self._time(recorder, lambda: static.play(args[0]))
+                watch.notice(kept.find_change())
+                watch.find_host_draws()
+                put_back()
+                second = self._time(recorder, lambda: static.play(args[0]))
+                put_back()
+            if syncs:
+                return f"training_step waits for the device: {syncs[0]}"
+            if watch.fault is not None:
+                return watch.fault
+            static.record(recorder)
+            put_back()
+            replayed = self._time(recorder, lambda: static.replay(args[0]))
+            put_back()
+            again = self._time(recorder, lambda: static.replay(args[0]))
+        finally:
+            put_back()
+            recorder.wait()
+        self.recordings += 1
+        why = self._judge(first, second, replayed, again)
+        if why is None:
+            self._step, self._parts = static, list(module.modules())
+            self._guard = self._read_guard()
+            self._output = map_tensors(self._output, lambda tensor: tensor.detach())
+            self._calls = [replace(call, value=None) for call in self._calls]
+        return why
+
+    def _time(self, recorder: Recorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
+        recorder.wait()
+        began = time.perf_counter()
+        made, gradients = play()
+        recorder.wait()
+        ms = 1e3 * (time.perf_counter() - began)
+        buffers = [buffer.clone() for buffer in self._site.module.buffers()]
+        return Played(ms, [*made, *buffers], gradients)
+
+    def _judge(self, first: Played, second: Played, replayed: Played, again: Played) -> str | None:
+        deviation, noise = measure_deviation(second, replayed), measure_deviation(second, first)
+        eager_ms, replay_ms = min(first.ms, second.ms), min(replayed.ms, again.ms)
+        self._seen = {"deviation": deviation.largest, "eager_ms": eager_ms, "replay_ms": replay_ms}
+        precision = find_precision(self._site.trainer, self._site.module)
+        if not judge.is_close(deviation, precision):
+            fault, _ = judge.find_fault(deviation, noise, precision)
+            if fault is not None:
+                return f"what is replayed is not what the step computes: {fault}"
+        if not self._asked and replay_ms > LEAST_GAIN * eager_ms:
+            return f"the device is busy without it: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
+        return None
+
+
+@dataclass(frozen=True)
+class _LogCall:
+    """One call of ``module.log``, to be made again at each replay."""
+
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _Watch:
+    """Around one forward: takes what it logs, and notes what a replay would leave out."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self.fault: str | None = None
+        self.calls: list[_LogCall] = []
+        self._module, self._device, self._open = module, device, ExitStack()
+        self._draws = self._read_draws()
+
+    def notice(self, what: str | None) -> None:
+        """The step did something of the kind; the first is told."""
+        if what is not None and self.fault is None:
+            self.fault = f"training_step uses or changes {what}, which a replay would not"
+
+    def find_host_draws(self) -> None:
+        """Whether random numbers were drawn that the device does not draw."""
+        if self._draws != self._read_draws():
+            self.notice("random numbers of the host")
+
+    def _read_draws(self) -> list[Any]:
+        numpy = sys.modules.get("numpy")
+        host = torch.get_rng_state().tolist() if self._device.type != "cpu" else None
+        return [random.getstate(), host, None if numpy is None else str(numpy.random.get_state())]
+
+    def __enter__(self) -> None:
+        self.calls = []
+        with ExitStack() as opening:
+            opening.enter_context(attribute(self._module, "log", self._take_log))
+            for part in self._module.modules():
+                if "_trainer" in vars(part):
+                    opening.enter_context(_trainer_watched(part, self.notice))
+            self._open = opening.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _take_log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.device != self._device:
+            self.notice(f"a value for self.log({name!r}) that is no tensor on the device")
+            return
+        self.calls.append(_LogCall(name, value, args, options))
+
+
+@contextmanager
+def _trainer_watched(part: Any, notice: Callable[[str], None]) -> Iterator[None]:
+    trainer = vars(part)["_trainer"]
+    with attribute(part, "_trainer", _WatchedTrainer(trainer, notice)):
+        yield
+
+
+class _WatchedTrainer:
+    """A Trainer that says what it is asked for, other than what is the same at each step."""
+
+    def __init__(self, trainer: Any, notice: Callable[[str], None]) -> None:
+        self._trainer, self._notice = trainer, notice
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _STATIC:
+            self._notice(f"trainer.{name}")
+        return getattr(self._trainer, name)
+
+
+class _Watched(int):
+    """A batch_idx that says when it is used."""
+
+    notice: Callable[[str], None]
+
+    @classmethod
+    def of(cls, value: Any, notice: Callable[[str], None]) -> Any:
+        if type(value) is not int:
+            return value
+        watched = cls(value)
+        watched.notice = notice
+        return watched
+
+
+def _watch(name: str) -> Callable[..., Any]:
+    original = getattr(int, name)
+
+    def used(self: _Watched, *args: Any) -> Any:
+        self.notice("batch_idx")
+        return original(self, *args)
+
+    return used
+
+
+_USES = """add sub mul mod floordiv truediv neg eq ne lt le gt ge bool index int float hash str repr format"""
+for _name in _USES.split():
+    setattr(_Watched, f"__{_name}__", _watch(f"__{_name}__"))

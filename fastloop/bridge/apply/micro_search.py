@@ -1,0 +1,355 @@
+"""The fastest micro-batch, found on the samples of the first step before they count.
+
+Each size runs training_step and its gradient, without a trace: first as the first step will run, which shows what it
+takes of the memory; then timed, with those rungs on that wait for the rehearsal and cost nothing to switch. No size is
+taken that did not run here with room left for the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply.gradient_check import quiet, unwritten
+from fastloop.bridge.apply.rehearse.optimizer_twins import make_twin
+from fastloop.bridge.apply.rehearse.rehearsal import gather
+from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.errors import NotApplicable, is_out_of_memory, let_through
+from fastloop.evidence.model.collectives import RefuseCollectives
+from fastloop.feeds.batch_norm.groups import BatchGroups
+from fastloop.feeds.batch_tree import map_tensors, tensors
+from fastloop.feeds.splitting import Piece
+from fastloop.judge import micro_batch as judge
+from fastloop.judge.micro_batch import FoundSize
+
+LIMIT_S = 60.0
+"""Of a search; what was timed by then is chosen from."""
+PLAYS, ENOUGH_MS = 4, 400.0
+"""Of one size: so many, or so much time. The shortest counts."""
+FEWER = 2
+"""Sizes below the user's own that are tried where that one fits."""
+LEAST_STEPS = 100
+"""Of a run that a shipped ladder lets search; it costs about ten."""
+STATE_COPIES = 2
+"""Of the parameters, in the state of an optimizer that shows nothing."""
+GIB, MUCH = 2**30, 2
+"""A CUDA context takes less than so many."""
+Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
+"""Switches rungs on for a while; gives what converts a batch for them."""
+
+
+class SizeSearch:
+    """Finds the micro-batch of one run, once.
+
+    Args:
+        target: share of the device's memory that may be in use.
+        whole: no size below the user's batch: BatchNorm would see other statistics.
+        quick: see `Quick`.
+        key: what else the answer depends on, for the notes of earlier runs.
+        skip: why not to search, if so.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: float,
+        whole: bool = False,
+        quick: Quick = lambda: nullcontext(lambda batch: batch),
+        key: object = None,
+        skip: Callable[[], str | None] = lambda: None,
+        say: Callable[[str], None] = lambda _line: None,
+        warn: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.target, self.whole, self.quick, self.key, self.skip = target, whole, quick, key, skip
+        self.say, self.warn = say, warn
+
+    def find(
+        self,
+        strategy: Any,
+        sizes: Sequence[int],
+        own: int,
+        take: Callable[[int], Piece],
+        take_loss: Callable[[Any], Any],
+        groups: BatchGroups | None,
+    ) -> FoundSize:
+        """The size for all ranks: the smallest of those that they find, each for itself. One exchange, at the end.
+
+        Args:
+            sizes: to choose from, ascending.
+            own: the user's.
+            take: a piece of so many samples of the first step.
+            take_loss: training_step's loss for a batch.
+
+        Raises:
+            Exception: the user's own, where the device is lost by it.
+        """
+        trainer = strategy.lightning_module.trainer
+        run = _Run(self, strategy, sizes, own, take, take_loss, groups)
+        mine = run.search()
+        every = gather(trainer, mine)
+        agreed = min(every, key=lambda each: each.size)
+        if agreed.size != mine.size:
+            with contextlib.suppress(Exception):
+                run.play_plain([agreed.size])
+        if trainer.is_global_zero and agreed.rates:
+            run.memory.keep_size(run.key, agreed.size)
+        return agreed
+
+
+class _Run:
+    """One search on one rank. No collectives."""
+
+    def __init__(
+        self,
+        search: SizeSearch,
+        strategy: Any,
+        sizes: Sequence[int],
+        own: int,
+        take: Callable[[int], Piece],
+        take_loss: Callable[[Any], Any],
+        groups: BatchGroups | None,
+    ) -> None:
+        self.given, self.strategy, self.module, self.own = search, strategy, strategy.lightning_module, own
+        self.sizes = [size for size in sizes if size >= own or not search.whole]
+        self.device = strategy.root_device
+        self.take, self.take_loss, self.groups = take, take_loss, groups
+        self.parameters = [each for each in self.module.parameters() if each.requires_grad]
+        self.peaks: dict[int, int] = {}
+        self.rates: dict[int, float] = {}
+        self.ran: list[int] = []
+        self.limit = "by the samples of your optimizer step, not by memory"
+        self.room = self._read_room()
+        self.memory = Remembered([self.module], self.device)
+        shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors(take(own).batch)]
+        self.key = repr((search.key, search.target, self.sizes, shapes))
+
+    def search(self) -> FoundSize:
+        """Run and time the sizes, and choose."""
+        if (why := self.given.skip()) is not None:
+            return FoundSize(size=self.own, why=why)
+        problem: Exception | None = None
+        words = {"cause": "the search for a micro-batch", "do": "write a number for batch.micro_batch"}
+        try:
+            with (
+                announced("trying micro-batches on the first step", self.given.say),
+                limited(LIMIT_S, **words),
+                self._ballast(),
+            ):
+                with unwritten(list(self.module.parameters())):
+                    known = self._run_known()
+                    if known is None:
+                        self._run_each()
+                if known is not None:
+                    return FoundSize(size=known, why="it was the fastest here in an earlier run, and runs in this one")
+                self._time_each()
+        except TimeLimit as error:
+            problem, self.limit = error, f"by the {LIMIT_S:.0f} s that a search may take"
+        except Exception as error:
+            let_through(error)
+            self._check_device(error)
+            problem = error
+        finally:
+            self._give_memory_back()
+        if not self.rates:
+            return self._explain_nothing(problem)
+        chosen = judge.choose_size(self.rates, self.own)
+        timed = ", ".join(f"{size}: {rate:,.0f}" for size, rate in sorted(self.rates.items()))
+        why = f"samples/s by size {timed}; the sizes are limited {self.limit}"
+        return FoundSize(size=chosen, rates=dict(self.rates), why=why)
+
+    def _explain_nothing(self, problem: Exception | None) -> FoundSize:
+        if problem is not None and not is_out_of_memory(problem):
+            said = " ".join(str(problem).split())[:200]
+            why = f"nothing could be tried: {type(problem).__name__}: {said}"
+        else:
+            least = min(self.sizes)
+            fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"
+            why = f"{fits} into the memory beside the optimizer's state"
+        self.given.warn(f"your own micro-batch of {self.own} stays: {why}")
+        return FoundSize(size=self.own, why=why)
+
+    # -- which sizes run --------------------------------------------------------------------------------------------
+
+    def _run_known(self) -> int | None:
+        """The size that an earlier run found, where it runs in this one too: another process may hold memory now."""
+        known = self.memory.find_size(self.key)
+        if known not in self.sizes:
+            return None
+        self.play_plain([known])
+        return known if known in self.ran else None
+
+    def _run_each(self) -> None:
+        """The user's size and larger ones until one does not fit; smaller ones, few where that one does."""
+        below = [size for size in self.sizes if size < self.own]
+        if self.room is not None and below:  # two small ones tell what the larger ones take, before they are tried
+            self.play_plain(sorted({below[len(below) // 2], below[-1]}))
+        self.play_plain([size for size in self.sizes if size >= self.own])
+        fits = self.own in self.ran
+        for size in below[::-1][: FEWER if fits else None]:
+            if size not in self.ran:
+                self.play_plain([size])
+            if not fits and size in self.ran:
+                break
+
+    def play_plain(self, sizes: Sequence[int]) -> None:
+        """Run sizes as the first step will, until one does not fit; `ran` and `peaks` say which did."""
+        alone = self.strategy.lightning_module.trainer.world_size == 1
+        with quiet(self.strategy), untouched(self.module):
+            for size in sizes:
+                predicted = judge.predict_bytes(self.peaks, size)
+                if self.room is not None and predicted is not None and predicted > self.room:
+                    self._limit_by_memory(f"{size} would take about {predicted / GIB:.1f}")
+                    return
+                retries = self._reset_peak()
+                try:
+                    # Ranks do not play equally often, so none may wait for another.
+                    with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
+                        self._play(size, self.take(size))
+                except Exception as error:
+                    if size == self.own and not is_out_of_memory(error):
+                        raise
+                    self._note_failure(size, error)
+                    return
+                if self.room is not None:
+                    self.peaks[size] = torch.cuda.max_memory_reserved(self.device)
+                    again = self._count_retries() - retries
+                    if self.peaks[size] > self.room or again:
+                        said = f"{size} takes {self.peaks[size] / GIB:.1f}"
+                        self._limit_by_memory(f"{said} ({again} allocations had to be tried again)" if again else said)
+                        return
+                self.ran.append(size)
+
+    def _limit_by_memory(self, said: str) -> None:
+        assert self.room is not None
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        held = f" ({others / GIB:.1f} GiB are held by others)" if others > MUCH * GIB else ""
+        self.limit = f"by memory: {said} of {self.room / GIB:.1f} GiB{held}"
+
+    def _note_failure(self, size: int, error: Exception) -> None:
+        let_through(error)
+        self._check_device(error)
+        if is_out_of_memory(error):
+            self.limit = f"by memory: there was not enough for {size}"
+        else:
+            self.limit = f"by what runs: {size} ended in {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        error.__traceback__ = None  # its frames hold the tensors that did not fit
+        self._give_memory_back()
+
+    # -- how fast they are ------------------------------------------------------------------------------------------
+
+    def _time_each(self) -> None:
+        """Time what ran, with the rungs that cost nothing to switch."""
+        with quiet(self.strategy), self.given.quick() as convert:
+            for size in sorted(self.ran, key=lambda each: (each < self.own, abs(each - self.own))):
+                if size > self.own and judge.is_hopeless(list(self.rates.values())):
+                    continue
+                try:
+                    with untouched(self.module):
+                        piece = self.take(size)
+                        piece = piece._replace(batch=convert(piece.batch))
+                        self._play(size, piece)
+                        self.rates[size] = 1e3 * size / self._read_ms(size, piece)
+                except TimeLimit:
+                    raise
+                except Exception as error:
+                    self._note_failure(size, error)
+
+    def _read_ms(self, size: int, piece: Piece) -> float:
+        times: list[float] = []
+        while len(times) < PLAYS and sum(times) < ENOUGH_MS:
+            times.append(self._play(size, piece))
+        return min(times)
+
+    def _play(self, size: int, piece: Piece) -> float:
+        """Forward and backward of one piece; milliseconds."""
+        batch = map_tensors(piece.batch, torch.clone)  # a step may write into it
+        self._synchronize()
+        began = time.perf_counter()
+        with (
+            nullcontext() if self.groups is None else self.groups.of(piece.groups),
+            self.strategy.precision_plugin.train_step_context(),
+        ):
+            loss = self.take_loss(batch)
+            if loss is None:
+                raise NotApplicable("training_step returned no loss")
+            torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self._synchronize()
+        return 1e3 * (time.perf_counter() - began)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _read_room(self) -> float | None:
+        """Bytes that this process may hold; None where the device is none that would say. What other processes hold
+        is not there."""
+        if self.device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        return self.given.target * total - (total - free - torch.cuda.memory_reserved(self.device))
+
+    @contextlib.contextmanager
+    def _ballast(self) -> Iterator[None]:
+        """Hold as much as the optimizers' state will take, and one gradient that waits for the next piece."""
+        if self.room is None:
+            yield
+            return
+        held = torch.empty(self._count_later_bytes(), dtype=torch.uint8, device=self.device)
+        try:
+            yield
+        finally:
+            del held
+
+    def _count_later_bytes(self) -> int:
+        with untouched(self.module):
+            later = [count_state_bytes(optimizer) for optimizer in self.strategy.optimizers]
+        return sum([*later, *(each.nbytes for each in self.parameters)])
+
+    def _reset_peak(self) -> int:
+        if self.room is None:
+            return 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self._count_retries()
+
+    def _count_retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def _give_memory_back(self) -> None:
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _check_device(self, error: Exception) -> None:
+        """A device that is lost is lost for all that follows: the user's own error says it best."""
+        try:
+            self._synchronize()
+        except Exception:
+            raise error from None
+
+
+def count_state_bytes(optimizer: Any) -> int:
+    """What an optimizer's state will take that is not there yet, judged by a step of its twin on a few parameters."""
+    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    whole: int = sum(each.nbytes for each in every if each not in optimizer.state)
+    if not whole:
+        return 0
+    try:
+        twin, pairs = make_twin(optimizer)
+        torch.no_grad()(twin.step)()
+    except Exception as error:  # one that wants a closure, say
+        let_through(error)
+        return STATE_COPIES * whole
+    made = sum(each.nbytes for state in twin.state.values() for each in tensors(state))
+    return int(whole * made / max(1, sum(own.nbytes for _, own in pairs)))

@@ -1,0 +1,75 @@
+"""Whether a rung is worth its place at the top: the stack is trained without it.
+
+A rung that came with others may do nothing, and one that paid early may pay no more. The top as it was before anything
+was taken away stays the measure, so that many small losses cannot add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import geometric_mean
+
+from fastloop.experiments.ab.arms import Ask
+from fastloop.experiments.climb.candidates import WITHOUT, apply_patch
+from fastloop.experiments.climb.interface import Result
+from fastloop.experiments.climb.prediction import Context
+from fastloop.ladder import cards
+from fastloop.records.climb import Attempt, Rates
+
+CLEAR = 1.1
+"""Where one pair of runs is so far apart, a second one would change nothing."""
+NOT_SLOWER = 1.01
+"""The mean of two pairs may be so far apart: less is not told apart from noise."""
+PAIRS = 2
+
+
+def take_away(context: Context, rung: str, at: str, run_top: Callable[[int], Result]) -> Attempt:
+    """Train without a rung, and leave it out where that is not slower.
+
+    Args:
+        at: the folder of its runs.
+        run_top: gives the run of the whole top with this number, each of which is made once for all rungs.
+    """
+    known, patch = context.known, {"rungs": {rung: {"enabled": False}}}
+    stack, key = apply_patch(known.stack, patch), f"{WITHOUT}{rung}"
+    now_ms = known.costs.now_ms
+    took = context.choose_length(now_ms, now_ms, known.stack, known.costs.workers, fill_read=known.costs.fill_read)
+    pairs: list[tuple[float, float]] = []
+    steps_ms: list[tuple[float, float]] = []
+    cause = None
+    for number in range(PAIRS):
+        top = run_top(number)
+        result = context.runner.run(
+            f"{at}/run-{number}",
+            stack,
+            Ask(seed=number, steps=took.steps, warmup=took.warmup),
+            what=f"{key}: run {number + 1} of {PAIRS}",
+            need_s=took.seconds(now_ms, context.start_s),
+        )
+        if not result.ok or not result.samples_per_s or not result.step_ms:
+            cause = result.cause or "the run was too short to measure a rate"
+            break
+        pairs.append((result.samples_per_s, top.samples_per_s or 0.0))
+        steps_ms.append((top.step_ms or 0.0, result.step_ms))
+        if pairs[0][1] > CLEAR * pairs[0][0]:
+            break
+    ratio = geometric_mean([high / low for low, high in pairs]) if pairs else None
+    goes = cause is None and ratio is not None and ratio <= NOT_SLOWER
+    change = "" if ratio is None else f"{100 * (1 / ratio - 1):+.1f} %"
+    before, after = (geometric_mean(each) for each in zip(*steps_ms, strict=True)) if steps_ms else (None, None)
+    return Attempt(
+        rung=rung,
+        family=cards()[rung].family,
+        patch=patch,
+        key=key,
+        step_ms_before=before,
+        step_ms_after=after,
+        measured_saved_ms=None if before is None or after is None else before - after,
+        kept=goes,
+        ended="kept" if goes else "needed",
+        why=f"without it: {cause or change}",
+        runs=len(pairs),
+        rates=Rates(base=tuple(top for _, top in pairs), arm=tuple(without for without, _ in pairs)),
+        at=known.height,
+        costs=known.costs.but(now_ms=after) if goes and after else None,
+    )

@@ -1,0 +1,227 @@
+"""What a forked process does to be a Python program that was started, as far as the program can see.
+
+It has the arguments, variables, directory, descriptors, path and streams that were asked for, and one thread. It ends
+as an interpreter ends, but for taking all that is imported apart, which takes longest. The rest of Python's start has
+happened before the fork: only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import io
+import logging
+import multiprocessing.process
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import NoReturn
+
+READ_WHEN_LOADED = (
+    *("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG"),
+    *("TORCH", "PYTORCH_", "CUDA_", "RANK", "LOCAL_RANK", "SLURM_"),
+)
+"""Variables with these prefixes are read as Python and libraries are loaded; all but those of `READ_AGAIN`."""
+READ_AGAIN = (
+    *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
+    *("TORCHELASTIC", "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL"),
+)
+
+
+def is_read_when_loaded(name: str) -> bool:
+    """Whether it is too late for this variable once torch is imported."""
+    return name.startswith(READ_WHEN_LOADED) and not name.startswith(READ_AGAIN)
+
+
+def become(
+    command: Sequence[str],
+    *,
+    descriptors: Sequence[int],
+    numbers: Sequence[int],
+    cwd: str,
+    environ: Mapping[str, str],
+    path: Sequence[str],
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> NoReturn:
+    """Be the program of a command, to its end.
+
+    Args:
+        command: a Python, perhaps ``-u``, and a script, ``-m module`` or ``-c code``, with arguments.
+        descriptors: to be had under `numbers`, 0 to 2 among them; all others are closed.
+        path: where modules are looked for behind the PYTHONPATH.
+        before: called before the program; `after`: when it has ended, before this process does.
+    """
+    unbuffered = command[1] == "-u"
+    command = [command[0], *command[1 + unbuffered :]]
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    take_descriptors(descriptors, numbers)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    before()
+    gc.unfreeze()  # a collection goes through all that is imported, as it does in a program that has imported it
+    open_streams(unbuffered=unbuffered or bool(environ.get("PYTHONUNBUFFERED")))
+    tempfile.tempdir = None
+    multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
+    if (numpy := sys.modules.get("numpy")) is not None:  # Python's own generator does this by itself
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    code = 1
+    try:
+        code = _run(command, path, after)
+    except BaseException:
+        traceback.print_exc()
+    _end(code, after)
+
+
+def take_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Have these descriptors under these numbers, and no other."""
+    high = 1 + max(*descriptors, *numbers)
+    moved = []
+    for each in descriptors:
+        copy = os.dup(each)
+        low = []
+        while copy <= high:
+            low.append(copy)
+            copy = os.dup(each)
+        for other in low:
+            os.close(other)
+        moved.append(copy)
+    for copy, number in zip(moved, numbers, strict=True):
+        os.dup2(copy, number, inheritable=True)
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if int(entry.name) not in numbers:
+            with contextlib.suppress(OSError):
+                os.close(int(entry.name))
+
+
+def open_streams(*, unbuffered: bool) -> None:
+    """Streams as an interpreter opens them, also for loggers that took the old ones as they were imported."""
+    old = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
+    sys.stdin = open(0, encoding=sys.stdin.encoding, closefd=False)  # noqa: SIM115
+    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010  # to set it is what an interpreter does, and no other program
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        lines = not unbuffered and (number == 2 or os.isatty(number))
+        stream = io.TextIOWrapper(raw, before.encoding, before.errors, line_buffering=lines, write_through=unbuffered)
+        vars(stream)["mode"] = "w"
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        handler = reference()
+        if handler is not None and id(vars(handler).get("stream")) in old:
+            handler.stream = getattr(sys, old[id(handler.stream)])
+
+
+def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], object]) -> int:
+    """Run a program as the interpreter does; its exit code."""
+    sys.orig_argv = list(command)
+    main = type(sys)("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    if command[1] == "-m":
+        first, sys.argv = str(Path.cwd()), ["-m", *command[3:]]
+    elif command[1] == "-c":
+        first, sys.argv = "", ["-c", *command[3:]]
+    else:
+        first, sys.argv = str(Path(command[1]).resolve().parent), list(command[1:])
+    given = os.environ.get("PYTHONPATH", "")
+    folders = [str(Path(each).absolute()) for each in given.split(os.pathsep)] if given else []
+    sys.path[:] = list(dict.fromkeys([*folders, *path]))
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sitecustomize")
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, first)
+    try:
+        if command[1] == "-m":
+            import runpy
+
+            runpy._run_module_as_main(command[2])  # type: ignore[attr-defined]
+        elif command[1] == "-c":
+            exec(compile(command[2], "<string>", "exec"), main.__dict__)
+        else:
+            file = str(Path(command[1]).absolute())
+            main.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+            exec(compile(Path(file).read_bytes(), file, "exec"), main.__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        sys.stdout.flush()
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except KeyboardInterrupt as error:
+        _show(error)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        after()
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        _show(error)
+        return 1
+    return 0
+
+
+def _show(error: BaseException) -> None:
+    """An error that nobody caught, without the frames of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.stdout.flush()
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _end(code: int, after: Callable[[], object]) -> NoReturn:
+    """End as an interpreter does, but for taking all that is imported apart."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    after()
+    os._exit(code)
+
+
+# -- what a process says to another, and the descriptors that come with it --------------------------------------------
+
+
+def send(connection: socket.socket, message: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send a message with descriptors, which stay open here."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([len(message).to_bytes(8, "big")], rights)
+    connection.sendall(message)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and the descriptors that came with it; nothing once the other end is closed."""
+    numbers = array.array("i")
+    head, rights, _, _ = connection.recvmsg(8, socket.CMSG_LEN(64 * numbers.itemsize))
+    for level, kind, content in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+    message = b""
+    while head and len(message) < (size := int.from_bytes(head, "big")):
+        part = connection.recv(size - len(message))
+        if not part:
+            return b"", list(numbers)
+        message += part
+    return message, list(numbers)

@@ -1,0 +1,310 @@
+"""Trials that start at once: forked from a process that has imported torch and Lightning, and done nothing else.
+
+Inside `quick_starts` there is such a process, the server. A trial that it forks is on a leash of its own, as one that
+is executed (`reaper.py`), and is what it were if it were executed (`become.py`). The server has one thread, no CUDA and
+has computed nothing, which is what makes forking it safe, and it says so before each fork. What a fork cannot give
+(options of the interpreter, variables that libraries read as they are loaded, a file beside the script that shadows
+what is loaded already) is executed, and the reason stands in the trial's record. A rank that a trial starts is executed
+too. The server ends with the process that started it, killed or not.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fastloop.experiments.trials import become, reaper
+
+PRELOADED = ("torch", "lightning.pytorch", "pytorch_lightning")
+"""Imported where they are installed; with what they import, nearly all of the seconds of a start."""
+OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastloop.bridge.trials.gradient_probe")
+"""Imported besides for trials of configurations, whose program is ours."""
+PATIENCE_S = 120.0
+"""What the server gets to import all that."""
+FORKED = "forked"
+
+
+class Leash:
+    """The process that holds a forked trial: what its supervisor needs of a Popen."""
+
+    def __init__(self, pid: int, server: Server) -> None:
+        self.pid, self.returncode, self._server = pid, 0, server
+
+    def wait(self) -> int:
+        """How the trial ended, once it has: its exit code, or the negative number of a signal."""
+        self.returncode = self._server.ask({"wait": self.pid}).get("code", -signal.SIGKILL)
+        return self.returncode
+
+
+class Server:
+    """A process that forks trials, and the socket it hears requests on.
+
+    Args:
+        modules: to be imported besides torch and Lightning.
+    """
+
+    def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(PATIENCE_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environ,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._greeting: Mapping[str, Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """The answer to a request; empty where there is none any more."""
+        with contextlib.suppress(OSError):
+            become.send(self._socket, json.dumps(request).encode(), descriptors)
+            return self._hear()
+        return {}
+
+    def _hear(self) -> dict[str, Any]:
+        message, _ = become.receive(self._socket)
+        return dict(json.loads(message)) if message else {}
+
+    def greet(self) -> Mapping[str, Any]:
+        """What it has imported, once it has; empty where it could not."""
+        if self._greeting is None:
+            self._greeting = {}
+            with contextlib.suppress(OSError):
+                self._greeting = self._hear()
+        return self._greeting
+
+    def stop(self) -> None:
+        """End it."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_server: Server | None = None
+
+
+@contextlib.contextmanager
+def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]:
+    """Inside, the trials of this process are forked where they can be.
+
+    Args:
+        environ: the variables of trials.
+        scripts: the trials are scripts of the user's, which must not find fastloop imported.
+    """
+    global _server
+    if sys.platform != "linux" or _server is not None:
+        yield
+        return
+    # A script's own folder comes first on its path, and `sys.flags` tells whether it does.
+    shown = {name: value for name, value in environ.items() if not scripts or name != "PYTHONSAFEPATH"}
+    _server = Server(shown, () if scripts else OURS)
+    try:
+        yield
+    finally:
+        _server.stop()
+        _server = None
+
+
+def start(
+    command: Sequence[str], *, environ: Mapping[str, str], stdin: int, stdout: int, stderr: int
+) -> tuple[tuple[Leash, socket.socket] | None, str | None]:
+    """A forked trial as `reaper.start` gives it, and how it came about; where there is none, why. None and None where
+    there is no server."""
+    if _server is None:
+        return None, None
+    command, variables = _apply_env(command, environ)
+    if (why := find_obstacle(command, variables, _server.greet())) is not None:
+        return None, f"a new interpreter: {why}"
+    ours, theirs = socket.socketpair()
+    null = os.open(os.devnull, os.O_RDONLY)
+    with theirs:
+        request = {"command": list(command), "cwd": str(Path.cwd()), "environ": variables}
+        streams = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr]
+        answer = _server.ask(request, [theirs.fileno(), *streams])
+    os.close(null)
+    if "pid" not in answer:
+        ours.close()
+        return None, f"a new interpreter: {answer.get('why', 'the process that forks is gone')}"
+    return (Leash(answer["pid"], _server), ours), FORKED
+
+
+# -- what can be forked -----------------------------------------------------------------------------------------------
+
+
+def _apply_env(command: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """A command without a leading ``env``, and the variables with the changes that this makes."""
+    variables, rest = dict(environ), list(command)
+    if rest[0] != "env":
+        return rest, variables
+    del rest[0]
+    while rest[0] == "-u" or "=" in rest[0]:
+        name, _, value = rest.pop(0).partition("=")
+        if name == "-u":
+            variables.pop(rest.pop(0), None)
+        else:
+            variables[name] = value
+    return rest, variables
+
+
+def find_obstacle(command: Sequence[str], variables: Mapping[str, str], greeting: Mapping[str, Any]) -> str | None:
+    """Why this command must be executed; None where it can be forked.
+
+    Args:
+        greeting: of the server: its variables, and what it has imported from where.
+    """
+    if not greeting or "why" in greeting:
+        return str(greeting.get("why", "nothing could be imported ahead of it"))
+    if shutil.which(command[0]) != sys.executable:
+        return f"{command[0]} is not the Python that fastloop runs on"
+    named = command[2:] if command[1:2] == ["-u"] else command[1:]
+    script = Path(named[0]) if named and named[0].endswith(".py") else None
+    if script is None and named[:1] != ["-m"]:
+        return "options of Python's, or no script"
+    before = greeting["environ"]
+    for name in sorted({*variables, *before}):
+        if become.is_read_when_loaded(name) and variables.get(name) != before.get(name):
+            return f"{name} differs, which is read as Python or a library is loaded"
+    folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
+    if not variables.get("PYTHONSAFEPATH"):
+        folders.add(str(Path.cwd() if script is None else script.resolve().parent))
+    if (shadow := _find_shadow(folders, greeting["roots"])) is not None:
+        return f"{shadow} hides what is imported already"
+    return None if script is None else _find_early_variable(script)
+
+
+def _list_folders(path: str | None) -> set[str]:
+    return {str(Path(each).absolute()) for each in (path or "").split(os.pathsep) if each}
+
+
+def _find_shadow(folders: set[str], roots: Mapping[str, str | None]) -> str | None:
+    """A file that would be imported in the place of what is loaded."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for entry in sorted(Path(folder).iterdir()):
+                name = entry.name.partition(".")[0]
+                is_module = entry.suffix in (".py", ".so") or Path(entry, "__init__.py").is_file()
+                if is_module and name in roots and not Path(roots[name] or os.devnull).is_relative_to(folder):
+                    return str(entry)
+    return None
+
+
+def _find_early_variable(script: Path) -> str | None:
+    """A variable that a script names, maybe to set it before it imports what reads it."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return "the script cannot be read"
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    names = (text for text in texts if text.isidentifier() and text.isupper() and become.is_read_when_loaded(text))
+    return next((f"the script names {name}, which is read as a library is loaded" for name in names), None)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Import, then fork what the process that started this one asks for."""
+    reaper.die_with_parent(signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):  # it was gone before we asked
+        return
+    connection, environ = socket.socket(fileno=int(sys.argv[1])), dict(os.environ)
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the working directory, which is no script's
+    bare = {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}  # ours holds the whole path of the command
+    said = subprocess.check_output([sys.executable, "-c", "import json, sys; print(json.dumps(sys.path))"], env=bare)
+    path: list[str] = json.loads(said)
+    for name in (*PRELOADED, *sys.argv[3:]):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        except BaseException as error:
+            become.send(connection, json.dumps({"why": f"{name} could not be imported: {error}"}).encode())
+            return
+    added = {name: value for name, value in os.environ.items() if environ.get(name) != value}
+    tops = {name.partition(".")[0] for name in sys.modules} - {"fastloop", "__main__", "__mp_main__"}
+    roots = {name: getattr(sys.modules.get(name), "__file__", None) for name in tops}
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)  # pools of OpenBLAS end before a fork, and begin again where something is computed
+    gc.collect()
+    gc.freeze()
+    become.send(connection, json.dumps({"environ": environ, "roots": roots}).encode())
+    _serve(connection, path, added, keeps_ours=len(sys.argv) > 3)
+
+
+def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
+    """Fork, and tell how it ended, until whoever asks has gone."""
+    while True:
+        message, descriptors = become.receive(connection)
+        if not message:
+            return
+        request = json.loads(message)
+        if "wait" in request:
+            answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])}
+        elif (threads := len([*Path("/proc/self/task").iterdir()])) != 1:
+            answer = {"why": f"the process that forks has {threads} threads"}
+        else:
+            pid = os.fork()
+            if not pid:
+                connection.close()
+                _lead({**request, "environ": {**added, **request["environ"]}}, descriptors, path, keeps_ours)
+            answer = {"pid": pid}
+        for each in descriptors:
+            os.close(each)
+        become.send(connection, json.dumps(answer).encode())
+
+
+def _lead(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
+    """Be the leash of a trial: as ``python -m fastloop.experiments.trials.reaper``, but for the fork."""
+    try:
+        held, *streams = descriptors
+        os.setsid()
+        reaper.hear_nothing()
+        reaper.adopt_orphans(True)
+        leash = os.getpid()
+        child = os.fork()
+        if not child:
+            reaper.die_with_parent(signal.SIGKILL)
+            if os.getppid() != leash:
+                os._exit(0)
+            if not keeps_ours:
+                for name in [each for each in sys.modules if each.partition(".")[0] == "fastloop"]:
+                    del sys.modules[name]
+            become.become(
+                request["command"],
+                descriptors=streams,
+                numbers=(0, 1, 2),
+                cwd=request["cwd"],
+                environ=request["environ"],
+                path=path,
+            )
+        for each in streams:
+            os.close(each)
+        os._exit(reaper.keep(held, lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) & 0xFF)
+    finally:
+        os._exit(70)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""An optimizer step in other micro-batches than the loader's: what is planned for it, and what its evidence says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.accumulation_windows import explain_no_merge, list_changed_counts
+from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.plan import Change, Parity, Verdict
+
+RATES: Mapping[str, Callable[[float], float]] = {"none": lambda _ratio: 1.0, "linear": float, "sqrt": math.sqrt}
+"""Of learning rates, by the ratio of global batches."""
+NOTE = (
+    "the first step's gradient decides whether batches run in other pieces: they stay as they are where the loss"
+    " compares samples (contrastive, in-batch negatives)"
+)
+Size = int | Literal["auto"]
+
+
+def count_window(facts: Facts, loader: LoaderFacts, samples: int) -> int:
+    """Loader batches of an optimizer step of so many samples on all ranks.
+
+    Raises:
+        NotApplicable: it cannot be made of whole ones.
+    """
+    if loader.batch_size is None:
+        raise NotApplicable(f"global_batch={samples}: {loader.kind} does not say how many samples a batch has")
+    each = loader.batch_size * facts.world_size
+    if samples % each:
+        near = max(each, round(samples / each) * each)
+        ranks = f" on each of {facts.world_size} ranks" if facts.world_size > 1 else ""
+        raise NotApplicable(
+            f"global_batch={samples} is made of whole batches of {loader.batch_size}{ranks}: write {near}"
+        )
+    return samples // each
+
+
+def plan_other_batch(facts: Facts, loader: LoaderFacts, samples: int, scaling: str, **how: Any) -> tuple[Change, float]:
+    """`plan_regrouping` with so many samples in a step, of all ranks; and what learning rates are multiplied by."""
+    window = count_window(facts, loader, samples)
+    change = plan_regrouping(dataclasses.replace(facts, accumulate=window), loader, **how, idle_is_fine=True)
+    factor = RATES[scaling](window / facts.accumulate)
+    rates = "as they are" if scaling == "none" else f"multiplied by {factor:g} ({scaling})"
+    if facts.resuming:
+        rates, factor = "those of the checkpoint", 1.0
+    before = samples * facts.accumulate // window
+    loud = f"ANOTHER TRAINING: an optimizer step has {samples} samples in place of {before}; learning rates {rates}"
+    wants = {"trainer.accumulate_grad_batches": window, **change.wants}
+    steps = f"max_steps and schedules still count steps, each of {window / facts.accumulate:g} times the samples"
+    notes = (loud, steps, *change.notes)
+    return dataclasses.replace(change, parity="changes-training", wants=wants, notes=notes), factor
+
+
+def plan_regrouping(
+    facts: Facts, loader: LoaderFacts, *, micro: Size, batch_norm: str, idle_is_fine: bool = False
+) -> Change:
+    """What a step takes to run in micro-batches of `micro` samples, or of a size that is found in its first run.
+
+    Args:
+        batch_norm: ``groups``, to keep the user's batches apart in it, or ``merge``.
+        idle_is_fine: the loader's own batches are as good as any.
+
+    Raises:
+        NotApplicable: there is nothing to do, or it cannot be done.
+    """
+    size, window, notes = loader.batch_size, facts.accumulate, [NOTE]
+    merges = size is not None and window > 1 and (micro == "auto" or micro > size)
+    if merges and (reason := explain_no_merge(facts, loader)) is not None:
+        if micro != "auto":
+            raise NotApplicable(reason)
+        merges = False
+        notes.append(f"batches are not merged: {reason}")
+    norms = bool(facts.batchnorms)
+    groups = merges and batch_norm == "groups" and norms and not facts.other_batchnorms
+    wants: dict[str, Any] = {}
+    if micro == "auto":
+        _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
+        wants["step.whole_batches"] = norms
+        notes.append(
+            "auto: the first step tries on its own samples which micro-batch is the fastest, and yours stays where it"
+            " is; longer samples later on take more memory"
+        )
+    elif size is not None and not merges and not (idle_is_fine and micro >= size):
+        _check_size(size, micro)
+    if size is not None and merges and groups and micro != "auto":
+        micro = _round_down(micro, size, notes)
+    if norms:
+        notes += _list_norm_notes(facts, loader, micro, groups=groups, batch_norm=batch_norm)
+    if facts.precision in ("bf16-true", "16-true") and not merges:
+        notes.append(f"gradients add up in {facts.precision}: many small ones are lost; bf16-mixed keeps them")
+    after: dict[str, Any] = {"micro_batches": True}
+    if merges:
+        wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
+        after["accumulate"] = 1  # a short last batch is a piece of its own even where a window runs in one
+        notes += list_changed_counts(facts, loader)
+    wants["step.micro_batch"] = micro
+    if groups:
+        wants["step.batch_norm"] = "groups"
+    # BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order.
+    parity: Parity = "changes-training" if norms and not groups else "approximate"
+    return Change(parity=parity, notes=tuple(notes), wants=wants, facts=after)
+
+
+def _check_size(size: int, micro: int) -> None:
+    if micro > size:
+        none = f"micro_batch={micro} with batches of {size} and no accumulation"
+        raise NotApplicable(f"{none}: a larger one would change the global batch")
+    if micro == size:
+        raise NotApplicable(f"the loader's batches already have {size} samples")
+
+
+def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bool, batch_norm: str) -> None:
+    """Refuse to search where the user's own micro-batch is all there is."""
+    if merges and (groups or batch_norm == "merge" or not facts.batchnorms):
+        return
+    if facts.batchnorms:
+        none = f"{facts.other_batchnorms[0]} keeps no merged ones apart" if merges else "none are accumulated"
+        raise NotApplicable(
+            f"limited by your batches: BatchNorm keeps the statistics of each, and {none}; a micro-batch that you write"
+            " changes the training"
+        )
+    if loader.batch_size == 1 and not merges:
+        raise NotApplicable("limited by your batches of one sample: a larger micro-batch would change the global batch")
+
+
+def _round_down(micro: int, size: int, notes: list[str]) -> int:
+    """The largest micro-batch that holds whole batches of `size`, and several of them."""
+    if micro < 2 * size:
+        raise NotApplicable(
+            f"micro_batch={micro} holds one whole batch of {size}, and BatchNorm keeps the statistics of"
+            f" whole batches: write {2 * size} or more, or batch_norm: merge"
+        )
+    whole = micro // size * size
+    if whole != micro:
+        notes.append(f"micro_batch {micro} is taken as {whole}, whole batches of {size} for BatchNorm")
+    return whole
+
+
+def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: bool, batch_norm: str) -> list[str]:
+    names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
+    of = "the size that is found" if micro == "auto" else str(micro)
+    changes = f"normalise over micro-batches of {of}, which changes the training"
+    if micro != "auto" and micro < (loader.batch_size or 0):
+        changes += f" and cannot be helped below your batches of {loader.batch_size}"
+    told = "keep the statistics of each of your batches" if groups else changes
+    notes = [f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}"]
+    if facts.other_batchnorms and batch_norm == "groups":
+        other = facts.other_batchnorms[0]
+        notes.append(f"{other} is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it")
+    return notes
+
+
+def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
+    """Whether steps ran in other micro-batches than the loader's own."""
+    if not evidence.get("steps"):
+        return Verdict(took=False, why="no optimizer step ran")
+    problem, apart = evidence.get("problem"), evidence.get("apart_steps")
+    if apart and not evidence["changed_steps"]:
+        why = f"windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
+        return Verdict(took=False, why=why)
+    searched = evidence.get("searched")
+    if not evidence["changed_steps"]:
+        none = "none was larger than micro_batch" if searched is None else f"your own micro-batch stays: {searched}"
+        return Verdict(took=False, why=f"batches run whole: {problem or none}")
+    sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
+    why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
+    if norms := evidence.get("grouped_norms"):
+        why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
+    if weighed := evidence.get("weighed_by"):
+        why += f"; weighed by {weighed}"
+    if problem:
+        why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
+    if apart:
+        why += f"; {apart} of {evidence['steps']} windows run batch by batch: {evidence['apart_why']}"
+    if searched is not None:
+        why += f"; auto took {evidence['micro_batch']}: {searched}"
+    return Verdict(took=True, why=why)

@@ -1,0 +1,1 @@
+"""A training step's forward and backward as graphs that are recorded once and replayed."""

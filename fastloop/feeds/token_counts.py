@@ -1,0 +1,54 @@
+"""What a loss may be a mean over, where not over samples: the tokens that a mask or the labels let count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastloop.feeds.batch_tree import samples, tensors
+
+IGNORED = -100
+"""What torch's cross-entropy leaves out."""
+
+
+class Counter(NamedTuple):
+    """Counts in one tensor of a batch [n, length, ...], without a synchronization."""
+
+    place: int
+    """Among the batch's tensors."""
+    ignored: int
+    first: int
+    """Of the positions of a sample; 1 where each token is to predict the next one."""
+
+    def weigh(self, batches: Sequence[Any]) -> torch.Tensor:
+        """Each batch's share of all that count, [batches]."""
+        counts = torch.stack([self._count(batch) for batch in batches]).double()
+        return counts / counts.sum()
+
+    def _count(self, batch: Any) -> torch.Tensor:
+        tensor = list(tensors(batch))[self.place]
+        return (tensor[:, self.first :] != self.ignored if self.first else tensor != self.ignored).sum()
+
+    def __str__(self) -> str:
+        where = " from the second token on" if self.first else ""
+        return f"entries of tensor {self.place + 1} of the batch that are not {self.ignored}{where}"
+
+
+def list_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
+    """What could be counted in a batch: whole numbers other than 0 or an ``ignore_index``, that is masks, labels and
+    lengths."""
+    marks = {IGNORED, 0}
+    for part in module.modules():
+        if isinstance(mark := getattr(part, "ignore_index", None), int):
+            marks.add(mark)
+    rows = samples(batch)
+    return [
+        Counter(place, mark, first)
+        for place, each in enumerate(tensors(batch))
+        if each.dim() and each.shape[0] == rows and (not each.is_floating_point() or each.dim() == 2)
+        for mark in sorted(marks)
+        for first in ((0, 1) if each.dim() > 1 and each.shape[1] > 1 else (0,))
+        if bool((each == mark).any())
+    ]

@@ -1,0 +1,157 @@
+"""Take the host's own work out of the step: graphs in place of launches, garbage collection at chosen steps.
+
+Faster because  one call replays all kernels of a forward, one those of a backward; empty hooks and moves of logged
+                values are left out, 0.2 ms for each value; the garbage collector waits for chosen steps.
+Costs           memory for a second set of activations; a few steps' time once, to record and to compare.
+Don't use when  training_step goes by what no check here sees: files, the clock, global variables. A replay does not.
+Evidence        steps that were replayed, or why none was, with the deviation from the eager step; passes at our steps
+Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastloop.errors import NotApplicable, require_positive
+from fastloop.records.card import Card, ClimbState, Variant
+from fastloop.records.facts import Facts
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.readings import on_gpu
+
+
+def _variants(state: ClimbState) -> Iterator[Variant]:
+    """Worth a try where launches are what the device waits for."""
+    if state.on_cuda and state.launch_bound and state.one_backward:
+        yield Variant(settings=({"step_graph": "auto"},))
+
+
+CARD = Card(
+    family="compute",
+    does="graphs replay the step's kernels without launching each, and the garbage collector waits for chosen steps",
+    evidence={"replayed_steps": 0, "hooks_left_out": 0, "gc_passes": 0},
+    answers={"launch_bound": 4},
+    applies=on_gpu,
+    patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
+    variants=_variants,
+)
+"""What other files know of this rung."""
+
+AUTO_STEPS = 100
+"""Between two passes: one over what a hundred steps left behind takes about a millisecond."""
+MOST_YOUNG = 100_000
+"""Objects after which Python collects all the same: between steps, in a long validation, in a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the training loop itself costs."""
+
+    enabled: bool = False
+    gc_every_steps: int | Literal["auto"] | None = "auto"
+    """Batches between two passes of the garbage collector; null: as Python has it."""
+    step_graph: bool | Literal["auto"] = False
+    """Replay recorded steps; auto: where that is faster. Off by itself until it has been measured on a GPU."""
+
+    def __post_init__(self) -> None:
+        why, do = "a pass comes after at least one batch", "write a positive number, auto or null"
+        require_positive("host.gc_every_steps", self.gc_every_steps, why=why, do=do)
+
+    def plan(self, facts: Facts) -> Change:
+        """Ask for either of both, once the optimizers exist."""
+        refused = _explain_no_graph(facts) if self.step_graph else "step_graph is false"
+        actions = [Action(keys=("host.loop",), when="train_start", do=lambda site: site.thin_loop())]
+        if self.gc_every_steps is not None:
+            actions.append(Action(keys=("host.gc",), when="train_start", do=self._pace_garbage))
+        if refused is None:
+            actions.append(Action(keys=("host.step_graph",), when="train_start", do=self._graph_steps))
+        if self.step_graph is True and refused:
+            raise NotApplicable(f"no step graph: {refused}")
+        return Change(
+            parity="exact" if refused else "approximate",
+            actions=tuple(actions),
+            notes=() if refused is None or not self.step_graph else (f"no step graph: {refused}",),
+        )
+
+    def verify(self, seen: Measurement) -> Verdict:
+        """Taken when steps were replayed, or passes came at our steps; a graph asked for by name must be replayed."""
+        evidence = seen.evidence.get("host", {})
+        if not evidence:
+            return Verdict(took=None, why="no step ran")
+        replays, told = evidence.get("replayed_steps", 0), []
+        if replays:
+            told.append(f"{replays} steps were replayed, {evidence['eager_steps']} ran eagerly")
+            told.append(f"a replay deviates by {evidence['deviation']:.2g}")
+        elif "replayed_steps" in evidence:
+            told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
+        if replays and (why := evidence.get("graph_refused")):
+            told.append(f"none from there on: {why}")
+        left_out = {name: evidence.get(name, 0) for name in ("hooks_left_out", "moves_left_out", "gc_passes")}
+        told.append(
+            "left out: {hooks_left_out} empty hooks a batch, {moves_left_out} moves of logged values; {gc_passes}"
+            " passes of the garbage collector came at chosen steps".format(**left_out)
+        )
+        if (why := evidence.get("gc_refused")) is not None:
+            told.append(why)
+        took = replays > 0 or (self.step_graph is not True and any(left_out.values()))
+        return Verdict(took=took, why="; ".join(told))
+
+    def _graph_steps(self, site: Site) -> Applied:
+        return site.graph_steps(self.step_graph is True)
+
+    def _pace_garbage(self, site: Site) -> Applied:
+        """Set what lives now aside for good, and look at the rest every few batches."""
+        if not gc.isenabled():
+            why = "your script has switched the garbage collector off, and that stands"
+            return Applied(undo=lambda: None, probe=lambda: {"gc_refused": why})
+        every = AUTO_STEPS if self.gc_every_steps == "auto" else self.gc_every_steps or 1
+        before, is_ours = gc.get_threshold(), gc.get_freeze_count() == 0
+        seen = {"batches": 0, "gc_passes": 0}
+
+        def count() -> None:
+            seen["batches"] += 1
+            if seen["batches"] % every == 0:
+                gc.collect()
+                seen["gc_passes"] += 1
+
+        def undo() -> None:
+            stop()
+            gc.set_threshold(*before)
+            if is_ours:
+                gc.unfreeze()
+
+        def probe() -> Mapping[str, Any]:
+            return {"gc_passes": seen["gc_passes"], "gc_every_steps": every}
+
+        gc.collect()
+        if is_ours:
+            gc.freeze()
+        gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
+        stop = site.note_each_batch(count)
+        return Applied(undo=undo, probe=probe)
+
+
+def _explain_no_graph(facts: Facts) -> str | None:
+    """Why steps cannot be replayed, as far as the run shows before it begins; None where they may be."""
+    if facts.device != "cuda":
+        return f"there are none on {facts.device}"
+    if facts.world_size > 1 or not facts.plain_gradients:
+        return f"{facts.strategy} exchanges gradients, which a recording here does not hold"
+    if not facts.automatic_optimization:
+        return "manual optimization steps inside training_step"
+    if facts.accumulation_scheduled:
+        return "the number of batches in a step changes"
+    if facts.micro_batches and facts.accumulate == 1:
+        return "a rung cuts the batches"
+    if facts.steps_with_iterator:
+        return "training_step fetches its own batches"
+    if facts.grad_hooks:
+        return "parameters have hooks on their gradients"
+    if facts.averages_weights_by_swa:
+        return "StochasticWeightAveraging runs an epoch without backward"
+    if facts.precision == "16-mixed":
+        return "the loss scale of 16-mixed changes between steps"
+    return None

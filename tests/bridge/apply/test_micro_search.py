@@ -1,0 +1,341 @@
+"""The search for a micro-batch on the first step: what it finds, what it says, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback
+
+from fastloop.bridge.apply import micro_search
+from tests import runs
+from tests.bridge.apply.test_piecelogs import Memory
+from tests.runs import Net, Run, batches, both, distance, run
+
+AUTO, BY_HAND = {"batch": {}}, {"batch": {"micro_batch": 16}}
+ACCUMULATE: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
+EVEN = partial(batches, 96, shuffle=True)
+SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The notes of earlier runs, which here are none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Milliseconds that each size seems to take; 16 samples are the fastest."""
+    ms = {2: 4.0, 4: 6.0, 8: 8.0, 16: 10.0, 32: 24.0}
+    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, size, _piece: ms[size])
+    return ms
+
+
+class Keeps(Net):
+    """Has all that a forward pass may leave a trace in."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.AdamW, lr=0.01)
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+        self.net.insert(2, torch.nn.Dropout(0.2))
+        self.error = torchmetrics.MeanSquaredError()
+        self.calls, self.seen = 0, [0.0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        self.seen.append(random.random() + float(numpy.random.rand()))
+        batch[0].add_(0.01)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.error(self.net(batch[0]), batch[1])
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return loss
+
+
+def fit(rungs: Any) -> tuple[Run, Memory]:
+    random.seed(0)
+    numpy.random.seed(0)
+    logger = Memory()
+    done = run(rungs, EVEN(), Keeps, logger=logger, log_every_n_steps=1, **ACCUMULATE)
+    return done, logger
+
+
+def list_traces(one: tuple[Run, Memory], other: tuple[Run, Memory]) -> set[str]:
+    """In what two runs differ."""
+    found = set()
+    for name, a, b in (
+        ("order", one[0].module.samples, other[0].module.samples),
+        ("calls", one[0].module.calls, other[0].module.calls),
+        ("draws", one[0].module.seen, other[0].module.seen),
+        ("hooks", one[0].record.hooks, other[0].record.hooks),
+        ("rates", one[0].record.rates, other[0].record.rates),
+        ("logs", one[1].logged, other[1].logged),
+    ):
+        found |= {name} if a != b else set()
+    for name, value in one[0].module.state_dict().items():
+        found |= {name} if not torch.equal(value, other[0].module.state_dict()[name]) else set()
+    states = [each[0].trainer.optimizers[0].state.values() for each in (one, other)]
+    for a, b in zip(*states, strict=True):
+        found |= {f"optimizer {name}" for name in a if not torch.equal(a[name], b[name])}
+    return found
+
+
+def test_auto_is_the_run_with_its_number_written_by_hand(
+    timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand, draws = fit(BY_HAND), torch.rand(3)
+    ours, ours_draws = fit(AUTO), torch.rand(3)
+    assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
+    assert by_hand[1].logged and ours[0].verdict("batch").took is True
+    assert ours[0].verdict("batch").why == (
+        "32 samples a loader batch ran as micro-batches of 16/16; 1 BatchNorm layers kept up to 2 batches apart; auto"
+        " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
+        " optimizer step, not by memory"
+    )
+    # The control: without the guards every trace shows.
+    monkeypatch.setattr(micro_search, "untouched", lambda _module: torch.enable_grad())
+    monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    traces = list_traces(by_hand, fit(AUTO))
+    assert {"calls", "draws", "logs", "net.0.weight", "net.1.running_mean", "optimizer exp_avg", "order"} <= traces
+
+
+def test_what_was_found_is_run_once_and_not_timed_again(
+    timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[int] = []
+    play = micro_search._Run._play
+    monkeypatch.setattr(
+        micro_search._Run, "_play", lambda own, size, piece: (played.append(size), play(own, size, piece))[1]
+    )
+    first = run(AUTO, EVEN(), **ACCUMULATE)
+    assert set(played) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
+    played.clear()
+    timed |= {32: 1.0}
+    again = run(AUTO, EVEN(), **ACCUMULATE)
+    assert played == [16] and "fastest here in an earlier run, and runs in this one" in again.verdict("batch").why
+    assert distance(first, again) == 0
+    # Another shape of batches is another question, and so is memory that somebody else holds now.
+    assert run(AUTO, batches(192, 16), **ACCUMULATE | {"accumulate_grad_batches": 2}).seen("batch")["rates"]
+    with_less = run(AUTO, EVEN(), partial(Hungry, 8), **ACCUMULATE)
+    assert with_less.verdict("batch").took is False and "not enough for 16" in with_less.verdict("batch").why
+
+
+class Hungry(Net):
+    """Fits `most` samples."""
+
+    def __init__(self, most: int, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.most, self.error = most, error or RuntimeError(SAYS)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > self.most:
+            REFUSED.append(len(batch[0]))
+            raise self.error
+        return super().loss(batch)
+
+
+REFUSED: list[int] = []
+Hungry.__name__ = Hungry.__qualname__ = "Net"  # the same model to who remembers it by its class
+
+
+@pytest.mark.parametrize(
+    ("most", "window", "took", "why"),
+    [
+        (16, 4, 16, "limited by memory: there was not enough for 32"),
+        (8, 4, 8, "limited by memory: there was not enough for 16"),
+        (4, 1, 4, "limited by memory: there was not enough for 8"),
+        (4, 4, 4, "limited by memory: there was not enough for 8"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_not_taken(
+    most: int, window: int, took: int, why: str, timed: dict[int, float]
+) -> None:
+    REFUSED.clear()
+    timed |= {16: 1e-9, 32: 1e-9, 8: 1.0}
+    done = run(AUTO, EVEN(), partial(Hungry, most), max_epochs=1, accumulate_grad_batches=window)
+    assert done.seen("batch")["micro_batch"] == took and why in done.verdict("batch").why
+    assert REFUSED and set(REFUSED) == {2 * most}, "it was tried, and only while searching"
+    assert all(str(size) not in done.seen("batch")["rates"] for size in (16, 32) if size > most)
+
+
+def test_one_sample_that_does_not_fit() -> None:
+    with (
+        pytest.raises(RuntimeError, match="Tried to allocate") as raised,
+        pytest.warns(UserWarning, match="one sample does not fit into the memory"),
+    ):
+        run(AUTO, EVEN(), partial(Hungry, 0), max_epochs=1)
+    assert raised.traceback[-1].name == "loss"
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), MemoryError("of the host")])
+def test_the_users_own_error_arrives_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)) as raised, pytest.warns(UserWarning, match="nothing could be"):
+        run(AUTO, EVEN(), partial(Hungry, 4, error), **ACCUMULATE)
+    assert raised.value is error and raised.traceback[-1].name == "loss"
+
+
+def test_limited_by_the_dataset(timed: dict[int, float]) -> None:
+    """B1: an epoch has two batches, and four were to be accumulated."""
+    done = run(AUTO, batches(16), **ACCUMULATE)
+    assert done.loop is not None and done.verdict("batch").took is False
+    notes = " ".join(done.loop.plan.steps[0].change.notes)
+    assert "batches are not merged: an epoch has 2 batches, fewer than the 4 of one window" in notes
+    assert set(done.seen("batch")["rates"]) == {"2", "4", "8"}
+
+
+def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, float]) -> None:
+    timed[8] = 1.0
+    plain, ours = both(AUTO, EVEN, **ACCUMULATE)
+    assert ours.verdict("batch").took is False and distance(plain, ours) == 0
+    assert ours.verdict("batch").why.startswith("windows run batch by batch: your own micro-batch stays: samples/s by")
+    plain, ours = both(AUTO, EVEN, max_epochs=1)
+    assert ours.verdict("batch").why.startswith("batches run whole: your own micro-batch stays: samples/s by size 2:")
+    assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
+
+
+def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, timed: dict[int, float]) -> None:
+    monkeypatch.setattr(micro_search, "LIMIT_S", 0.3)
+
+    class Slow(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            if len(batch[0]) > 16 and self.trainer.global_step == 0:
+                while True:
+                    pass
+            return super().loss(batch)
+
+    done = run(AUTO, EVEN(), Slow, **ACCUMULATE)
+    assert "your own micro-batch stays: nothing could be tried: TimeLimit" in done.verdict("batch").why
+
+
+def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:
+    """B8: loggers, `log`, modes and threads are what they were; nothing is remembered."""
+    module = Hungry(16, KeyboardInterrupt())
+    logger, trainers = Memory(), []
+
+    class Keep(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainers.append(trainer)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(AUTO, EVEN(), lambda: module, logger=logger, callbacks=(Keep(),), **ACCUMULATE)
+    assert trainers[0].global_step == 0 and trainers[0].loggers == [logger] and "log" not in vars(module)
+    assert module.training and all(each.grad is None for each in module.parameters())
+    module.most = 32
+    assert run(AUTO, EVEN(), lambda: module, **ACCUMULATE).seen("batch")["rates"]
+
+
+def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """B7: every later call would fail; the user's own error says why."""
+    lost = RuntimeError("CUDA error: device-side assert triggered")
+    tried: list[int] = []
+
+    def synchronize(_run: Any) -> None:
+        if tried:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Asserts(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            if len(batch[0]) == 16:
+                tried.append(16)
+                raise lost
+            return super().loss(batch)
+
+    monkeypatch.setattr(micro_search._Run, "_synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="device-side assert") as raised:
+        run(AUTO, EVEN(), Asserts, **ACCUMULATE)
+    assert raised.value is lost and tried == [16]
+
+
+def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runs.watching
+
+    def by_ladder(*args: Any, **settings: Any) -> Any:
+        loop = made(*args, **settings)
+        loop.config = dataclasses.replace(loop.config, by_ladder=frozenset({"batch"}))
+        return loop
+
+    monkeypatch.setattr(runs, "watching", by_ladder)
+    plain, ours = both(AUTO, EVEN, **ACCUMULATE)
+    assert "your own micro-batch stays: this run is too short to search, " in ours.verdict("batch").why
+    assert distance(plain, ours) == 0
+    assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 40}).seen("batch")["micro_batch"] == 16
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A device of 120 GiB, 15 of them others', on which a micro-batch takes 10 GiB and 4 a sample."""
+    state: dict[str, Any] = {"room": 100, "played": [], "retries": {}}
+    play = micro_search._Run._play
+
+    def watched(own: Any, size: int, piece: Any) -> float:
+        state["played"].append(size)
+        return play(own, size, piece)
+
+    fakes = {
+        "mem_get_info": lambda _device: (105 * GIB, 120 * GIB),
+        "memory_reserved": lambda _device: 0,
+        "max_memory_reserved": lambda _device: (10 + 4 * state["played"][-1]) * GIB,
+        "reset_peak_memory_stats": lambda _device: None,
+        "memory_stats": lambda _device: {
+            "num_alloc_retries": sum(state["retries"].get(size, 0) for size in state["played"])
+        },
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(micro_search._Run, "_play", watched)
+    monkeypatch.setattr(micro_search._Run, "_read_room", lambda _run: state["room"] * GIB)
+    return state
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("room", "retries", "never", "took", "why"),
+    [
+        (100, {}, {32}, 16, "by memory: 32 would take about 138.0 of 100.0 GiB (15.0 GiB are held by others)"),
+        (140, {}, set(), 32, "by the samples of your optimizer step, not by memory"),
+        (140, {16: 2}, {32}, 8, "by memory: 16 takes 74.0 (2 allocations had to be tried again) of 140.0 GiB"),
+        (30, {}, {8, 16, 32}, 4, "by memory: 8 would take about 42.0 of 30.0 GiB"),
+    ],
+)
+def test_memory_is_predicted_before_it_is_taken(
+    room: int, retries: Any, never: set[int], took: int, why: str, timed: dict[int, float], device: dict[str, Any]
+) -> None:
+    """What is expected not to fit never runs, and what only fits after retries is not taken."""
+    device |= {"room": room, "retries": retries}
+    timed |= {32: 1.0, 16: 2.0, 8: 4.0, 4: 8.0}
+    done = run(AUTO, EVEN(), partial(Net, torch.optim.AdamW), **ACCUMULATE)
+    assert not never & set(device["played"]) and done.seen("batch")["micro_batch"] == took
+    assert why in done.verdict("batch").why and took in device["played"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "copies"),
+    [
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+        (torch.optim.LBFGS, {}, micro_search.STATE_COPIES),  # its step wants a closure
+    ],
+)
+def test_the_state_that_an_optimizer_will_have(kind: Any, options: Any, copies: int) -> None:
+    model = torch.nn.Linear(100, 100)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    before = [each.clone() for each in model.parameters()]
+    assert micro_search.count_state_bytes(optimizer) == pytest.approx(copies * 4 * 10_100, rel=0.01)
+    assert not optimizer.state and all(map(torch.equal, before, model.parameters()))
+    if kind is torch.optim.AdamW:
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        assert micro_search.count_state_bytes(optimizer) == 0, "it is there, and takes its memory already"

@@ -1,0 +1,66 @@
+"""The feed that a run's findings propose is one that the run's own loader can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from fastloop import FastLoop
+from fastloop.evidence import machine
+from tests import models
+
+pytest.importorskip("torchvision")
+from torchvision import transforms as T
+
+from tests.feeds.dali.folders import make_folder, read_folder
+
+
+class Mean(L.LightningModule):
+    """Hardly any work, so that the run waits for its pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0].mean(dim=(2, 3))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def collate(samples: Any) -> Any:
+    return default_collate(samples)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("own_collate", [False, True])
+def test_what_the_loader_cannot_have_is_not_advised(
+    own_collate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DALI where it can make the batches; the cache where the batches are made by a collate function of the user's."""
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 1)  # workers alone would not keep up
+    steps = (T.Resize((200, 200)), T.RandomHorizontalFlip(), T.ToTensor())
+    loader = DataLoader(
+        read_folder(make_folder(tmp_path), *steps), 4, shuffle=True, collate_fn=collate if own_collate else None
+    )
+
+    def fit(config: Any) -> FastLoop:
+        watch = FastLoop({"watch": {"warmup_steps": 1}, "rehearsal": "off", **config}, quiet=True)
+        models.trainer(callbacks=[watch], max_epochs=4).fit(Mean(), loader)
+        return watch
+
+    watch = fit({})
+    assert watch.measurement is not None and watch.plan.steps == ()
+    assert ("dali" in watch.measurement.evidence["refused"]) is own_collate
+    finding = watch.findings[0]
+    feed = "cache" if own_collate else "dali"
+    assert finding.bottleneck == "data_wait" and finding.patch == {"rungs": {feed: {"enabled": True}}}
+    assert f"ms an image on one core: {'cache' if own_collate else 'dali or cache'});" in finding.why
+    assert fit(finding.patch).verdicts[0].took is True

@@ -1,0 +1,51 @@
+"""Stands in for CUDA graphs on the CPU: a replay runs the work again and writes over what was recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class FakeRecorder:
+    """As `fastloop.feeds.step_graph.recording.CudaRecorder`, with the faults that a test plants."""
+
+    syncs: Sequence[str] = ()
+    """What it finds to wait for the device."""
+    raises: Exception | None = None
+    """Comes out of recording, once the work has run."""
+    error = 0.0
+    """Added to what a replay writes."""
+    slow_s = 0.0
+    """That a replay takes at least."""
+    replays = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    def find_syncs(self, work: Callable[[], object]) -> list[str]:
+        work()
+        return list(self.syncs)
+
+    def record(self, work: Callable[[], Sequence[torch.Tensor]]) -> Any:
+        static = work()
+        if self.raises is not None:
+            raise self.raises
+
+        def replay() -> None:
+            type(self).replays += 1
+            time.sleep(self.slow_s)
+            for place, now in zip(static, work(), strict=True):
+                place.detach().copy_(now.detach() + self.error if now.is_floating_point() else now)
+
+        return static, replay
+
+    def wait(self) -> None:
+        pass

@@ -1,0 +1,73 @@
+"""A step recorded once: what it reads, what it writes, and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
+from tests.feeds.step_graph.fake import FakeRecorder
+
+
+def make() -> tuple[torch.nn.Linear, StaticStep]:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 1)
+    layer.bias.grad = torch.full((1,), 7.0)
+
+    def run(batch: Any) -> Ran:
+        loss = (layer(batch["x"]) - batch["y"]).square().mean()
+        return Ran(loss=loss, made=[loss, layer.weight.sum()])
+
+    return layer, StaticStep(run, batch(0), dict(layer.named_parameters()))
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 3, generator=generator), "y": torch.randn(4, 1, generator=generator)}
+
+
+def test_a_replay_is_the_step_on_its_own_batch() -> None:
+    layer, step = make()
+    given = batch(1)
+    made, gradients = step.play(given)
+    assert torch.equal(layer.bias.grad, torch.full((1,), 7.0)) and layer.weight.grad is None  # type: ignore[arg-type]
+    step.record(FakeRecorder(torch.device("cpu")))
+    assert torch.equal(layer.bias.grad, torch.full((1,), 7.0)) and layer.weight.grad is None  # type: ignore[arg-type]
+    again, others = step.replay(batch(1))
+    assert all(map(torch.equal, made, again)) and made[0] != step.replay(batch(2))[0][0]
+    assert gradients.keys() == others.keys() and all(torch.equal(gradients[name], others[name]) for name in gradients)
+    assert torch.equal(given["x"], batch(1)["x"])
+
+
+def test_gradients_stay_where_they_were_recorded_until_it_lets_go() -> None:
+    layer, step = make()
+    step.record(FakeRecorder(torch.device("cpu")))
+    places = []
+    for seed in (1, 2):
+        step.forward(batch(seed))
+        layer.zero_grad()
+        step.backward()
+        places.append(layer.weight.grad)
+    assert places[0] is places[1]
+    kept = layer.weight.grad.clone()  # type: ignore[union-attr]
+    step.let_go()
+    assert layer.weight.grad is not places[0] and torch.equal(layer.weight.grad, kept)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ([torch.ones(2, 3), "a", None], True),
+        ([torch.zeros(2, 3), "a", None], True),
+        ([torch.ones(3, 3), "a", None], False),
+        ([torch.ones(2, 3).double(), "a", None], False),
+        ([torch.ones(2, 3), "b", None], False),
+        ((torch.ones(2, 3), "a", None), False),
+        ([torch.ones(2, 3), "a", object()], False),
+    ],
+)
+def test_batches_are_alike_by_everything_but_numbers_in_tensors(other: Any, same: bool) -> None:
+    assert (read_key(other) == read_key([torch.ones(2, 3), "a", None])) is same
+    assert read_key([torch.ones(2), object()]) != read_key([torch.ones(2), object()])
