@@ -342,6 +342,7 @@ def test_what_a_training_raises_is_told_with_the_step(orders: Orders) -> None:
         "began": True,
         "measured": True,
         "why": "ValueError: no luck",
+        "files": [],
     }
     assert orders.measured()["partial"] is True
 
