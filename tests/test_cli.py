@@ -126,7 +126,7 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 # -- mistyped ---------------------------------------------------------------------------------------------------------
 
 KNOWN = "doctor, recipes, rungs, config, plan, run, diagnose, headspace, ab, climb, tune, exec, cache, report"
-RUNGS = "dali, cache, nodes, workers, pin, prefetch, batch, amp, layout, fused, compile, host, overlap"
+RUNGS = "dali, cache, nodes, workers, pin, prefetch, batch, amp, layout, attention, loss, fused, compile, host, overlap"
 MISTYPED = [
     ("frobnicate", "command 'frobnicate'", f"the commands are {KNOWN}", "run fastloop --help"),
     ("doctr", "command 'doctr'", f"the commands are {KNOWN}", "write doctor"),
@@ -150,8 +150,8 @@ MISTYPED = [
         "run cifar11",
         "'cifar11'",
         "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
-        "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, batch, "
-        "cache, compile, dali, fused, host, layout, nodes, overlap, pin, prefetch, workers",
+        "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, attention, batch, "
+        "cache, compile, dali, fused, host, layout, loss, nodes, overlap, pin, prefetch, workers",
         "write cifar10",
     ),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),
@@ -208,7 +208,7 @@ def test_a_file_is_named_with_its_line(fastloop: CommandLine) -> None:
     said = fastloop("run", "mine.yaml")
     assert said.code == 2
     assert said.err.splitlines()[0] == "fastloop: got rungs.amp.mode: 'fp8' (mine.yaml:3)"
-    assert "one of bf16-mixed, 16-mixed, tf32" in said.err
+    assert "one of bf16-mixed, 16-mixed, bf16-true, 16-true, tf32" in said.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["config"]], ids=["fastloop", "fastloop config"])
