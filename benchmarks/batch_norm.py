@@ -4,7 +4,6 @@
 
 ordinary  torch's own BatchNorm over the whole batch, which is another training
 shipped   `normalize_groups`: shifted sums; two sums in the backward
-eight     the same, with a guess of the mean by eight values
 explicit  var_mean, and a backward that is written out, with two sums
 gathered  var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
 derived   var_mean; weight and bias are [channels]: five sums of two shapes
@@ -79,15 +78,6 @@ class Explicit(torch.autograd.Function):
         return of_parts.to(parts.dtype), aligned.sum(0).view(-1), total.sum(0).view(-1), None
 
 
-def normalize_by_eight(*arguments: Any) -> Any:
-    """With a guess of the mean that Inductor takes in a kernel of its own."""
-    batch_norm.NEAR = 8
-    return SHIPPED(*arguments)
-
-
-SHIPPED = batch_norm.normalize_groups
-
-
 def split(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
     """[groups, rows, channels, height, width], and what is summed over."""
     return x.view(groups, x.shape[0] // groups, *x.shape[1:]), [1, 3, 4]
@@ -95,8 +85,7 @@ def split(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
 
 WAYS: dict[str, Any] = {
     "ordinary": None,
-    "shipped": SHIPPED,
-    "eight": normalize_by_eight,
+    "shipped": batch_norm.normalize_groups,
     "explicit": normalize_explicit,
     "gathered": normalize_gathered,
     "derived": normalize_derived,
