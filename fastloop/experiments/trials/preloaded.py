@@ -45,6 +45,8 @@ class Greeting:
     """Its variables."""
     roots: Mapping[str, str | None] = field(default_factory=dict)
     """The file of each imported package."""
+    path: tuple[str, ...] = ()
+    """Where modules are looked for behind the PYTHONPATH."""
     why: str | None = None
     """Why it cannot fork."""
 
@@ -160,19 +162,19 @@ def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]
 
 
 def start(
-    command: Sequence[str], *, environ: Mapping[str, str], stdin: int, stdout: int, stderr: int
+    command: Sequence[str], *, cwd: Path, environ: Mapping[str, str], stdin: int, stdout: int, stderr: int
 ) -> tuple[tuple[Leash, socket.socket] | None, str | None]:
     """A forked trial as `reaper.start` gives it, and how it came about; where there is none, why. None and None where
     there is no server."""
     if _server is None:
         return None, None
     command, variables = _apply_env(command, environ)
-    if (why := find_obstacle(command, variables, _server.greet())) is not None:
+    if (why := find_obstacle(command, cwd, variables, _server.greet())) is not None:
         return None, f"a new interpreter: {why}"
     ours, theirs = socket.socketpair()
     null = os.open(os.devnull, os.O_RDONLY)
     with theirs:
-        request = Request(command=tuple(command), cwd=str(Path.cwd()), environ=variables)
+        request = Request(command=tuple(command), cwd=str(cwd.absolute()), environ=variables)
         streams = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr]
         answer = _server.ask(request, [theirs.fileno(), *streams])
     os.close(null)
@@ -200,14 +202,14 @@ def _apply_env(command: Sequence[str], environ: Mapping[str, str]) -> tuple[list
     return rest, variables
 
 
-def find_obstacle(command: Sequence[str], variables: Mapping[str, str], greeting: Greeting) -> str | None:
+def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str], greeting: Greeting) -> str | None:
     """Why this command must be executed; None where it can be forked."""
     if greeting.why is not None:
         return greeting.why
     if shutil.which(command[0]) != sys.executable:
         return f"{command[0]} is not the Python that fastloop runs on"
     named = command[2:] if command[1:2] == ["-u"] else command[1:]
-    script = Path(named[0]) if named and named[0].endswith(".py") else None
+    script = cwd / named[0] if named and named[0].endswith(".py") else None
     if script is None and named[:1] != ["-m"]:
         return "options of Python's, or no script"
     before = greeting.environ
@@ -216,7 +218,11 @@ def find_obstacle(command: Sequence[str], variables: Mapping[str, str], greeting
             return f"{name} differs, which is read as Python or a library is loaded"
     folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
     if not variables.get("PYTHONSAFEPATH"):
-        folders.add(str(Path.cwd() if script is None else script.resolve().parent))
+        folders.add(str(cwd if script is None else script.resolve().parent))
+    gone = _list_folders(before.get("PYTHONPATH")) - _list_folders(variables.get("PYTHONPATH")) - {*greeting.path}
+    for name, root in greeting.roots.items():
+        if root is not None and any(Path(root).is_relative_to(each) for each in gone):
+            return f"{name} is imported already, from a folder that is not on its PYTHONPATH"
     if (shadow := _find_shadow(folders, greeting.roots)) is not None:
         return f"{shadow} hides what is imported already"
     return None if script is None else _find_early_variable(script)
@@ -279,7 +285,7 @@ def main() -> None:
     os.waitpid(child, 0)  # pools of OpenBLAS end before a fork, and begin again where something is computed
     gc.collect()
     gc.freeze()
-    become.send(connection, json.dumps({"environ": environ, "roots": roots}).encode())
+    become.send(connection, json.dumps({"environ": environ, "roots": roots, "path": path}).encode())
     _serve(connection, path, added, keeps_ours=len(sys.argv) > 3)
 
 

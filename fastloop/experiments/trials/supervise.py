@@ -99,7 +99,12 @@ def supervise(
     begun = time.monotonic()
     with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
         forked, how = preloaded.start(
-            command, environ=os.environ if env is None else env, stdin=stdin, stdout=out.fileno(), stderr=err.fileno()
+            command,
+            cwd=cwd or Path.cwd(),
+            environ=os.environ if env is None else env,
+            stdin=stdin,
+            stdout=out.fileno(),
+            stderr=err.fileno(),
         )
         started = forked or reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         with _held(started, limits.grace_s) as (process, hold):

@@ -146,6 +146,12 @@ def test_what_a_fork_cannot_give_is_executed(why: str, script: Path, tmp_path: P
     assert {"option": "options", "python": "not the Python"}.get(why, "OMP" if why == "names" else why) in ended.started
 
 
+def test_it_starts_where_it_is_told_to(script: Path, tmp_path: Path, try_both: Any) -> None:
+    script.write_text("import os, sys; print(os.getcwd(), sys.argv[0], __file__)")
+    for ended, out, _ in try_both(sys.executable, "sees.py", cwd=script.parent):
+        assert ended.code == 0 and out.split() == [str(script.parent), "sees.py", str(script)]
+
+
 def test_draws_of_two_trials_differ(script: Path, tmp_path: Path) -> None:
     script.write_text("import random, numpy, torch\nprint(random.random(), numpy.random.rand(), float(torch.rand(1)))")
     drawn: set[str] = set()
