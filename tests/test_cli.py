@@ -150,8 +150,8 @@ MISTYPED = [
         "run cifar11",
         "'cifar11'",
         "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
-        "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, attention, batch, "
-        "cache, compile, dali, fused, host, layout, loss, nodes, overlap, pin, prefetch, workers",
+        "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, attention, "
+        "batch, cache, compile, dali, fused, host, layout, loss, nodes, overlap, pin, prefetch, workers",
         "write cifar10",
     ),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),

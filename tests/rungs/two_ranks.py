@@ -101,7 +101,8 @@ def _play_with_less_on_one(run: Any, size: int, piece: Any) -> float:
 
 
 def main() -> None:
-    from fastloop.bridge.apply import micro_batches, micro_search
+    from fastloop.bridge.apply.micro import batches as micro_batches
+    from fastloop.bridge.apply.micro import search as micro_search
     from fastloop.feeds import window_batches
 
     os.environ["XDG_CACHE_HOME"] = os.getcwd()

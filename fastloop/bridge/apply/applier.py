@@ -7,24 +7,25 @@ Lightning offers, keeps an undo for each, and collects the evidence probes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.changes import Changes, describe
 from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.loaders import TrainLoaders
-from fastloop.bridge.apply.micro_batches import MicroBatches
-from fastloop.bridge.apply.micro_search import LEAST_STEPS, SizeSearch
+from fastloop.bridge.apply.micro.batches import MicroBatches
+from fastloop.bridge.apply.micro.search import SizeSearch
+from fastloop.bridge.apply.micro.search_terms import make_search
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable, let_through
+from fastloop.errors import ConfigError, FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.place.kept_order import Place
@@ -84,10 +85,7 @@ class Applier:
         """Rungs that were planned for a train loader and cannot apply."""
         self._may_want = Plan()
         """What they may want then."""
-        self._undos: list[tuple[str, Undo]] = []
-        self._probes: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
-        self._cleans: list[tuple[str, Callable[[dict[str, Any]], None]]] = []
-        self._evidence: dict[str, dict[str, Any]] = {}
+        self._changes = Changes(warn)
 
     # -- the moments, in the order in which Lightning reaches them ------------------------------------------------
 
@@ -100,7 +98,7 @@ class Applier:
             raise
         except Exception as error:
             let_through(error)
-            self.skip_all(f"this run could not be read: {_describe(error)}")
+            self.skip_all(f"this run could not be read: {describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
@@ -118,8 +116,7 @@ class Applier:
         if (rung := self._may_want.owner(ENGINE)) is not None:
             hands = {"say": self.say, "warn": self.warn}
             self.validation = ValidationLoaders(self._site, rung, getattr(self.ladder, rung), **hands)
-            self._undos.append((rung, self.validation.give_back))
-            self._probes.append((rung, self.validation.evidence))
+            self._changes.add(rung, Applied(undo=self.validation.give_back, probe=self.validation.evidence))
         self._check_strict()
         self._run("model")
 
@@ -144,7 +141,7 @@ class Applier:
             return self.validation.change(loader)
         if site is None or not self._loader_rungs or site.trainer.state.stage != "train":
             return loader
-        before = self.plan, self.loaders, self.micro, len(self._undos)
+        before = self.plan, self.loaders, self.micro, len(self._changes)
         try:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
@@ -158,9 +155,9 @@ class Applier:
             raise
         except Exception as error:
             let_through(error)
-            reason = _describe(error)
+            reason = describe(error)
         self.plan, self.loaders, self.micro, undos = before
-        self._undo_down_to(undos)
+        self._changes.undo_down_to(undos)
         if self.loaders is None or self.strict:
             names, self._loader_rungs = self._loader_rungs, frozenset()
             for step in self.plan.steps:
@@ -176,11 +173,9 @@ class Applier:
         if self.loaders is not None:
             self.loaders.train_start()
         if self._held and self.terms is not None and self._site is not None:
-            held = [step for step in self.plan.planned if step.rung in self._held]
-            settings = partial(getattr, self.ladder)
-            hands = Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
+            terms = self.terms.of_run(self._site.trainer)
             self.tries = Tries(
-                Rehearsal(self._site, held, self.terms.of_run(self._site.trainer), hands),
+                Rehearsal(self._site, self._held_steps, terms, self._hands),
                 pause=self._pause_step,
                 settle=self._settle,
                 one_time=self.one_time,
@@ -263,30 +258,16 @@ class Applier:
 
     def evidence(self) -> Mapping[str, Mapping[str, Any]]:
         """Ask every probe now; later answers are added to earlier ones."""
-        probes = list(self._probes)
-        if self.loaders is not None:
-            probes += [
-                (rung, probe)
-                for key, probe in self.loaders.list_probes()
-                if (rung := self._find_owner(key)) is not None
-            ]
-        for rung, probe in probes:
-            try:
-                found = {key: value for key, value in probe().items() if value is not None}
-            except Exception as error:  # evidence must never stop a training
-                let_through(error)
-                found = {"unreadable": _describe(error)}
-            self._evidence.setdefault(rung, {}).update(found)
-        if self.tries is not None and self.tries.seen:
-            return {**self._evidence, IN_STEPS: self.tries.seen}
-        return self._evidence
+        probes = [] if self.loaders is None else self.loaders.list_probes()
+        owned = ((self._find_owner(key), probe) for key, probe in probes)
+        found = self._changes.read((rung, probe) for rung, probe in owned if rung is not None)
+        return {**found, IN_STEPS: self.tries.seen} if self.tries is not None and self.tries.seen else found
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take out of a checkpoint what a run without us would not have written."""
         if self.loaders is not None:
             self.loaders.clean_checkpoint(checkpoint)
-        for _, clean in self._cleans:
-            clean(checkpoint)
+        self._changes.clean(checkpoint)
 
     def read_place(self) -> Place | None:
         """Where the training stands in its data, for a checkpoint; None where no rung changes the loader."""
@@ -295,9 +276,7 @@ class Applier:
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
         self.end_rehearsal()
-        self._undo_down_to(0)
-        self._probes.clear()
-        self._cleans.clear()
+        self._changes.undo_all()
         self.place.let_go()
         self.loaders = self.micro = self.validation = self._site = None
 
@@ -329,7 +308,7 @@ class Applier:
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             self.micro = MicroBatches(
-                self._make_search(site, rung, changed.wants) if samples == "auto" else samples,
+                self._search(site, rung, changed) if samples == "auto" else samples,
                 rung=rung,
                 strict=self.strict,
                 compares=not changed.wants.get("step.loss_is_mean"),
@@ -337,49 +316,25 @@ class Applier:
                 one_time=self.one_time,
                 groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
-            self._probes.append((rung, self.micro.evidence))
+            self._changes.add_probe(rung, self.micro.evidence)
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
             self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
         return result
 
-    def _make_search(self, site: LiveSite, rung: str, wants: Mapping[str, Any]) -> SizeSearch:
-        """What finds the micro-batch on the first step."""
+    def _search(self, site: LiveSite, rung: str, changed: Plan) -> SizeSearch:
+        search = make_search(site, rung, changed.wants, held=self._held_steps, terms=self.terms, hands=self._hands)
+        search.warn = lambda line: self.warn(f"{rung}: {line}")
+        return search
 
-        def skip() -> str | None:
-            if self.terms is None or rung not in self.terms.by_ladder or not self.terms.weighs_costs:
-                return None
-            left = self.terms.of_run(site.trainer).steps_left
-            return None if left is None or left >= LEAST_STEPS else f"this run is too short to search, {left} steps"
+    @property
+    def _held_steps(self) -> list[Step]:
+        return [step for step in self.plan.planned if step.rung in self._held]
 
-        return SizeSearch(
-            target=wants["step.target_memory"],
-            whole=wants["step.whole_batches"],
-            quick=partial(self._quick_rungs, site),
-            key=(sorted(self._held), site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
-            skip=skip,
-            say=self.say,
-            warn=lambda line: self.warn(f"{rung}: {line}"),
-        )
-
-    @contextlib.contextmanager
-    def _quick_rungs(self, site: LiveSite) -> Iterator[Callable[[Any], Any]]:
-        """With those rungs on that wait for the rehearsal and have no one-time cost; gives what converts a batch."""
-        before = list(site.staging.conversions)
-        steps = [step for step in self.plan.planned if step.rung in self._held and step.change.rehearse == "modules"]
-        steps = [step for step in steps if step.change.pay_back is None]
-        try:
-            for step in steps:
-                try:
-                    self._apply_step(step)
-                except Exception as error:  # the rehearsal will say it
-                    let_through(error)
-                    self._unapply_step(step)
-            new = [convert for convert in site.staging.conversions if convert not in before]
-            yield lambda batch: reduce(lambda now, convert: convert(now), new, batch)
-        finally:
-            for step in reversed(steps):
-                self._unapply_step(step)
+    @property
+    def _hands(self) -> Hands:
+        settings = partial(getattr, self.ladder)
+        return Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
 
     def _give_up(self, key: str, reason: str, *, is_refusal: bool = True) -> None:
         """A setting that was planned for one train loader cannot apply to all of them, or is not worth it."""
@@ -400,7 +355,7 @@ class Applier:
                     self._do(step, action)
                 except Exception as error:
                     let_through(error)
-                    self._skip(step, _describe(error))
+                    self._skip(step, describe(error))
 
     def _is_planned(self, step: Step) -> bool:
         """Still: an earlier action of the rung may have found that it cannot apply."""
@@ -408,10 +363,7 @@ class Applier:
 
     def _do(self, step: Step, action: Action) -> None:
         if self._site is not None:
-            applied = action.do(self._site)
-            self._undos.append((step.rung, applied.undo))
-            self._probes.append((step.rung, applied.probe))
-            self._cleans.append((step.rung, applied.clean))
+            self._changes.add(step.rung, action.do(self._site))
 
     def _graph_steps(self, asked: bool) -> Applied:
         assert self._site is not None
@@ -435,20 +387,13 @@ class Applier:
             self._do(step, action)
 
     def _unapply_step(self, step: Step) -> None:
-        """Undo all that a rung has done, the last first; nothing where it did nothing."""
-        mine = [undo for rung, undo in self._undos if rung == step.rung]
-        self._undos = [each for each in self._undos if each[0] != step.rung]
-        self._probes = [each for each in self._probes if each[0] != step.rung]
-        self._cleans = [each for each in self._cleans if each[0] != step.rung]
-        self._evidence.pop(step.rung, None)
-        for undo in reversed(mine):
-            self._undo_one(step.rung, undo)
+        self._changes.undo(step.rung)
 
     def _pause_step(self, step: Step) -> None:
         """Undo a rung that may come back, and keep what is known of it."""
         known = self.evidence().get(step.rung, {})
-        self._unapply_step(step)
-        self._evidence[step.rung] = dict(known)
+        self._changes.undo(step.rung)
+        self._changes.evidence[step.rung] = dict(known)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         """Write what came of the rungs that were tried into the plan."""
@@ -460,7 +405,7 @@ class Applier:
             )
             self.plan = Plan(steps=tuple(told if other is step else other for other in self.plan.steps))
             if outcome.fault is not None:
-                self._evidence.pop(outcome.rung, None)
+                self._changes.evidence.pop(outcome.rung, None)
                 self.refused[outcome.rung] = outcome.fault
                 self._skip(told, outcome.fault, is_refusal=outcome.is_lasting)
 
@@ -487,18 +432,8 @@ class Applier:
         if self.strict:
             refuse_skipped(Plan(steps=tuple(step for step in self.plan.steps if step.rung not in self._spared)))
 
-    def _undo_down_to(self, count: int) -> None:
-        while len(self._undos) > count:
-            self._undo_one(*self._undos.pop())
-
-    def _undo_one(self, rung: str, undo: Undo) -> None:
-        try:
-            undo()
-        except Exception as error:
-            self.warn(f"{rung} could not be undone: {_describe(error)}")
-
     def _undo_setting(self, key: str, undo: Undo) -> None:
-        self._undos.append((self._find_owner(key) or key, undo))
+        self._changes.add_undo(self._find_owner(key) or key, undo)
 
     def _find_owner(self, key: str) -> str | None:
         """The enabled rung that sets a setting, or had wanted to."""
@@ -519,7 +454,3 @@ def refuse_skipped(plan: Plan) -> None:
                 why=step.reason or "it cannot apply",
                 do=f"write rungs.{step.rung}.enabled: false, or strict: false",
             )
-
-
-def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"

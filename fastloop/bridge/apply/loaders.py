@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.sampler import BatchSampler
 
-from fastloop.bridge.apply.accumulation import Merge
+from fastloop.bridge.apply.micro.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.gradient_check import quiet, unwritten
+from fastloop.bridge.apply.micro.gradient_check import quiet, unwritten
 from fastloop.bridge.apply.rehearse.optimizer_twins import make_twin
 from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered

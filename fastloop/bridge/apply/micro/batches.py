@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.gradient_check import Weighing, explain_difference, weigh_pieces
-from fastloop.bridge.apply.micro_search import SizeSearch
-from fastloop.bridge.apply.piece_logs import PieceLogs
+from fastloop.bridge.apply.micro.gradient_check import Weighing, explain_difference, weigh_pieces
+from fastloop.bridge.apply.micro.piece_logs import PieceLogs
+from fastloop.bridge.apply.micro.search import SizeSearch
 from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
 from fastloop.feeds.token_counts import list_counters
-from tests.bridge.apply.test_merge_check import WORDS, Tagger, sentences
-from tests.bridge.apply.test_piecelogs import Memory
+from tests.bridge.apply.micro.test_gradient_check import WORDS, Tagger, sentences
+from tests.bridge.apply.micro.test_piece_logs import Memory
 from tests.runs import distance, run
 
 SPLIT, BLIND = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 3, "loss_is_mean": True}}

@@ -14,9 +14,9 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.apply import micro_search
+from fastloop.bridge.apply.micro import search as micro_search
 from tests import runs
-from tests.bridge.apply.test_piecelogs import Memory
+from tests.bridge.apply.micro.test_piece_logs import Memory
 from tests.runs import Net, Run, batches, both, distance, run
 
 AUTO, BY_HAND = {"batch": {}}, {"batch": {"micro_batch": 16}}

@@ -17,8 +17,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fastloop.bridge.apply import accumulation
-from fastloop.bridge.apply.micro_batches import MicroBatches
+from fastloop.bridge.apply.micro import accumulation
+from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.feeds.batch_tree import Window
 from tests.models import distance as apart
 from tests.models import weights

@@ -10,7 +10,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers.logger import Logger
 
-from fastloop.bridge.apply.piece_logs import PieceLogs
+from fastloop.bridge.apply.micro.piece_logs import PieceLogs
 from tests.runs import Net, Run, batches, run
 
 SPLIT = {"batch": {"micro_batch": 3}}

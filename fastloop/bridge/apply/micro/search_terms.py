@@ -1,0 +1,62 @@
+"""On which terms a run lets the fastest micro-batch be searched for, and with which rungs switched on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+from fastloop.bridge.apply.micro.search import LEAST_STEPS, SizeSearch
+from fastloop.bridge.apply.rehearse.budget import Terms, is_costly
+from fastloop.bridge.apply.rehearse.rehearsal import Hands
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.errors import let_through
+from fastloop.records.plan import Step
+
+
+def make_search(
+    site: LiveSite, rung: str, wants: Mapping[str, Any], *, held: Sequence[Step], terms: Terms | None, hands: Hands
+) -> SizeSearch:
+    """What finds the micro-batch on the first step.
+
+    Args:
+        rung: that asks for it, with what it wants.
+        held: rungs that wait for the rehearsal.
+        terms: on which they are tried; None: at any price.
+    """
+
+    def skip() -> str | None:
+        if terms is None or rung not in terms.by_ladder or not terms.weighs_costs:
+            return None
+        left = terms.of_run(site.trainer).steps_left
+        return None if left is None or left >= LEAST_STEPS else f"this run is too short to search, {left} steps"
+
+    quick = [step for step in held if step.change.rehearse == "modules" and not is_costly(step)]
+    names = sorted(step.rung for step in held)
+    return SizeSearch(
+        target=wants["step.target_memory"],
+        whole=wants["step.whole_batches"],
+        quick=partial(_switch_on, site, quick, hands),
+        key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
+        skip=skip,
+        say=hands.say,
+    )
+
+
+@contextlib.contextmanager
+def _switch_on(site: LiveSite, steps: Sequence[Step], hands: Hands) -> Iterator[Callable[[Any], Any]]:
+    """Rungs that wait for the rehearsal are on inside ``with``; gives what converts a batch for them."""
+    before = list(site.staging.conversions)
+    try:
+        for step in steps:
+            try:
+                hands.apply(step)
+            except Exception as error:  # the rehearsal will say it
+                let_through(error)
+                hands.unapply(step)
+        new = [convert for convert in site.staging.conversions if convert not in before]
+        yield lambda batch: reduce(lambda now, convert: convert(now), new, batch)
+    finally:
+        for step in reversed(steps):
+            hands.unapply(step)
