@@ -21,9 +21,6 @@ KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 MOST_MIXED = 0.3
 """Of the spread of a layer's means over the batches: by so much may they differ, apart and together. Rounding leaves
 1e-2 in bfloat16; rows in any other order differ by about 1."""
-NEAR = 8
-"""Values of a group, of as many rows, whose mean is a guess of its mean. Of 4 to 7 Inductor writes the difference of
-all values and the guess to memory (unroll_reductions_threshold, realize_reads_threshold)."""
 ROUNDING = 1e-3
 """Of a layer's mean magnitude: what is smaller is rounding, however alike the batches are."""
 
@@ -138,37 +135,19 @@ def normalize_groups(
     Raises:
         ValueError: a group has one value per channel.
     """
-    if x.numel() == groups * x.shape[1]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
     parts = _part(x, groups)
     over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
+    if x.numel() == groups * x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
     wide = parts.float() if x.dtype in (torch.float16, torch.bfloat16) else parts
-    near = wide.detach()
-    for dim in over:
-        near = near.narrow(dim, 0, min(NEAR, near.shape[1]) if dim == 1 else 1)
-    near = near.mean(1, keepdim=True)
-    # Sums of what is left when a few of the group's own values are taken away: the mean is no more than sqrt(values)
-    # standard deviations away from these, so that the difference of the squares keeps its digits wherever the mean is.
-    rest, values = wide - near, x.numel() // (groups * x.shape[1])
-    offsets = rest.sum(over, keepdim=True) / values
-    variances = rest.square().sum(over, keepdim=True) / values - offsets.square()
-    scale = torch.rsqrt(variances + eps)
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    output = (wide - means) * torch.rsqrt(variances + eps)
+    shape = (1, 1, -1, *[1] * (parts.dim() - 3))
     if weight is not None:
-        scale = scale * _spread(weight, x)
-    # A zero hands on the mean's gradient. So the backward has two sums, over the same dimensions, which Inductor takes
-    # in one pass over the memory. A mean with a gradient asks for another, and weights [channels] for sums over all.
-    shift = (offsets.detach() - offsets) * scale
+        output = output * weight.view(shape)
     if bias is not None:
-        shift = shift + _spread(bias, x)
-    means = near + offsets.detach()
-    output = (wide - means) * scale + shift
-    # A copy costs nothing when fused. Where a ReLU changes a view in place, its gradient is scattered by strides.
-    output = output.flatten(0, 1).to(x.dtype, copy=True)
-    return output, means.view(groups, -1), variances.view(groups, -1)
-
-
-def _spread(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return of_channels.view(-1, *[1] * (x.dim() - 2))
+        output = output + bias.view(shape)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
 def _part(x: torch.Tensor, groups: int) -> torch.Tensor:
