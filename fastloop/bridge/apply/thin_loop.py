@@ -8,8 +8,7 @@ takes 255 us a step and each logged value 290 more:
     arguments       the signature of training_step is read anew for each batch                         -29 us
 
 What is logged with prog_bar=True is read off the device at each batch, bar or no bar, and the host never runs ahead.
-Here it is read when somebody looks; and a bar whose user left it at every batch looks at every 20th. With several ranks
-Lightning asks at every batch whether rank 0 was told to stop, and waits for the answer; here at every 50th.
+Here it is read when somebody looks; and Lightning's own bars look ten times a second, and at an epoch's last batch.
 
 All of it sits on instances, behind a look at what is there; what a version of Lightning does otherwise stays as it is.
 """
@@ -17,9 +16,9 @@ All of it sits on instances, behind a look at what is there; what a version of L
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable
-from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.records.plan import Applied
 
-REFRESH_BATCHES = 20
-"""Between two looks of a progress bar that would look at every batch."""
-ASK_BATCHES = 50
-"""Between two questions to rank 0 whether it was told to stop."""
+REFRESH_S = 0.1
+"""Between two looks of a progress bar."""
+BARS = ("TQDMProgressBar", "RichProgressBar")
 BATCH_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -47,15 +45,13 @@ class ThinLoop:
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
         self._loop, self._results, self._hooks = trainer.fit_loop.epoch_loop, 0, 0
-        self._skipped: list[tuple[dict[str, Any], str]] = []
-        self._put_back: list[Callable[[], None]] = []
+        self._skipped: list[tuple[dict[str, Any], str, Any]] = []
         self._moves: list[_Moved] = []
         self._connector: Any = getattr(trainer, "_logger_connector", None)
         self._skip_hooks()
         self._read_signature_once()
         self._read_numbers_late()
         self._refresh_less()
-        self._ask_less_often()
 
     def note_results(self) -> None:
         """Before a batch: what was logged for the first time has a result by now."""
@@ -74,11 +70,10 @@ class ThinLoop:
 
     def undo(self) -> None:
         """Lightning does it all again."""
-        for attributes, name in self._skipped:
-            attributes.pop(name, None)
-        for put_back in self._put_back:
-            put_back()
-        self._skipped, self._put_back = [], []
+        for attributes, name, ours in self._skipped:
+            if attributes.get(name) is ours:  # what was set since is somebody else's
+                attributes.pop(name, None)
+        self._skipped = []
         if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
             self._connector._progress_bar_metrics = dict(late)
 
@@ -148,27 +143,23 @@ class ThinLoop:
 
     def _refresh_less(self) -> None:
         bar: Any = getattr(self._trainer, "progress_bar_callback", None)
-        if getattr(bar, "_refresh_rate", None) == 1:
-            self._put_back.append(partial(setattr, bar, "_refresh_rate", 1))
-            bar._refresh_rate = REFRESH_BATCHES
-
-    def _ask_less_often(self) -> None:
-        """Whether rank 0 was told to stop: a collective and a wait for the device at every batch (Lightning #21487).
-        All ranks count the same batches, so they ask together."""
-        original = getattr(self._loop, "_broadcast_sigterm_tensor", None)
-        if self._trainer.world_size == 1 or original is None:
+        name, space = "on_train_batch_end", namespaces.of(self._trainer)
+        theirs = [getattr(namespaces.load(space, f"callbacks.{kind}"), name) for kind in BARS]
+        if getattr(type(bar), name, None) not in theirs or name in vars(bar):
             return
-        batches = count()
+        original, latest_s = getattr(bar, name), -math.inf
 
-        def ask() -> None:
-            if next(batches) % ASK_BATCHES == 0:
-                original()
+        def look(trainer: Any, *args: Any) -> None:
+            nonlocal latest_s
+            if trainer.is_last_batch or time.perf_counter() - latest_s >= REFRESH_S:
+                original(trainer, *args)
+                latest_s = time.perf_counter()
 
-        self._set(vars(self._loop), "_broadcast_sigterm_tensor", ask)
+        self._set(vars(bar), name, look)
 
     def _set(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
-        self._skipped.append((attributes, name))
+        self._skipped.append((attributes, name, value))
 
 
 class LateNumbers(dict[str, Any]):

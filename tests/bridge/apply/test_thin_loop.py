@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-from fastloop.bridge.apply.thin_loop import ASK_BATCHES, REFRESH_BATCHES, LateNumbers, ThinLoop
+from fastloop.bridge.apply import thin_loop
+from fastloop.bridge.apply.thin_loop import LateNumbers
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, seeded
 
@@ -55,19 +56,25 @@ class Reads(L.Callback):
             self.types |= {type(value) for value in {**trainer.progress_bar_metrics}.values()}
 
 
-class Shown(TQDMProgressBar):
-    """A bar that notes what it shows, and how often it looks."""
+class Notes:
+    """A bar that notes what it shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shown: list[Any] = []
-        self.rates: set[int] = set()
 
     def get_metrics(self, *args: Any) -> Any:
-        found = super().get_metrics(*args)
-        self.rates.add(self.refresh_rate)
+        found = super().get_metrics(*args)  # type: ignore[misc]
         self.shown.append({name: value for name, value in found.items() if name != "v_num"})
         return found
+
+
+class Shown(Notes, TQDMProgressBar):
+    pass
+
+
+class RichShown(Notes, RichProgressBar):
+    pass
 
 
 @pytest.fixture
@@ -90,17 +97,17 @@ def run(rungs: Any, *more: Any, **settings: Any) -> tuple[Any, Logs, L.Trainer]:
     return watcher, module, trainer
 
 
-def test_every_value_is_what_it_was(items: list[Any]) -> None:
-    bars = Shown(), Shown()
+@pytest.mark.parametrize("kind", [Shown, RichShown])
+def test_every_value_is_what_it_was(kind: Any, items: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thin_loop, "REFRESH_S", 1000.0)
+    bars = kind(), kind()
     reads = Reads(), Reads()
     _, plain, others = run(None, reads[0], bars[0], enable_progress_bar=True)
     before = len(items)
     watcher, ours, trainer = run(THIN, reads[1], bars[1], enable_progress_bar=True)
     assert ours.seen == plain.seen and plain.seen.count("zero") == 16 and len(plain.seen) > 16
     assert reads[0].types == reads[1].types == {float}
-    assert REFRESH_BATCHES in bars[1].rates and bars[0].rates == {1}
     assert bars[1].shown[-1] == bars[0].shown[-1] and len(bars[1].shown) < len(bars[0].shown)
-    assert bars[1].refresh_rate == 1
     assert len(items) - before < before / 2, "numbers wait on the device until somebody looks"
     found = evidence(watcher, "host")
     assert found["moves_left_out"] > 30 and found["hooks_left_out"] >= 5
@@ -120,30 +127,8 @@ def test_nothing_of_it_stays(raises: bool) -> None:
         loop = trainer.fit_loop.epoch_loop
         assert "_build_kwargs" not in vars(loop) and "metrics" not in vars(loop._results)
         assert not [each for each in loop._results.values() if "to" in vars(each)]
-    assert bar.refresh_rate == 1
+    assert "on_train_batch_end" not in vars(bar)
     assert callable(module.on_train_batch_start) and callable(bar.on_before_zero_grad)
-
-
-def test_ranks_ask_together_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    class Counted(L.Callback):
-        """Two ranks, as far as the rung can see; Lightning itself asks nobody."""
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            monkeypatch.setattr(type(trainer), "world_size", 2)
-            loop = trainer.fit_loop.epoch_loop
-            monkeypatch.setattr(type(loop), "_broadcast_sigterm_tensor", lambda _self: asked.append(1))
-            thin = ThinLoop(trainer, pl_module)
-            for _ in range(2 * ASK_BATCHES + 1):
-                loop._broadcast_sigterm_tensor()
-            monkeypatch.undo()
-            assert len(asked) == 3
-            thin.undo()
-            assert "_broadcast_sigterm_tensor" not in vars(loop)
-
-    fit(None, seeded(Logs), callbacks=(Counted(),))
-    assert asked
 
 
 def test_numbers_are_read_however_somebody_looks() -> None:
