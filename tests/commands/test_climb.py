@@ -404,6 +404,8 @@ def test_a_slow_loader_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(command.ProcessRunner, "confirm", SimulatedRunner.confirm)
     for name, value in (("confirmed", []), ("now", 0.0)):
         monkeypatch.setattr(command.ProcessRunner, name, value, raising=False)
+    safe = {rung: {"enabled": True} for rung in ("workers", "pin")}  # of shipped ladders each rung is trained without
+    monkeypatch.setattr(command, "list_shipped", lambda: {"safe": safe})
     answer = asked("recipe.load_ms=40", conf=SLOW, out="a", budget_s=900.0)
     found = content(answer)
     assert answer.exit_code == 0 and found["stack"]["rungs"]["workers"]["enabled"] is True, answer.text
