@@ -241,7 +241,7 @@ def cache() -> None:
 def _cache_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say where to look."""
     path = click.option("--path", metavar="DIR", help="Also look here: the rung's path.")
-    url = click.option("--url", metavar="URL", help="Also look into this server: the rung's url.")
+    url = click.option("--url", metavar="URL", help="Also look on this server: the rung's url.")
     return _json(url(path(command)))
 
 

@@ -106,7 +106,7 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
             owners[key] = name
         facts = facts.after(step.change.facts)
         if lost is not None and step.status == "planned" and changes_loader(step.change.wants):
-            note = f"a run that is resumed in the middle of an epoch starts it anew: {lost}"
+            note = f"a run resumed in mid-epoch starts that epoch over: {lost}"
             step = dataclasses.replace(step, change=dataclasses.replace(step.change, notes=(*step.change.notes, note)))
             lost = None
         steps.append(step)

@@ -237,7 +237,7 @@ def _script_arm(asked: Request) -> ScriptArm:
     if asked.script is None or asked.base is not None or asked.vs:
         raise ConfigError(
             got=f"--vs-commit {asked.vs_commit}",
-            why="it compares the working tree of a script with that commit, and no other base or arm",
+            why="it compares a script's working tree with that commit and takes no other base or arm",
             do="write --script train.py and leave out --vs; key=value and --config apply to both sides",
         )
     command = command_of(asked.script, asked.args)

@@ -105,7 +105,7 @@ def _make_start(
         overrides, conf = (conf, *overrides), None
     if conf is not None:
         do = 'write the script\'s arguments as --args "…", and a configuration without --script'
-        raise ConfigError(got=f"fastloop climb {conf} --script {script}", why="there are two starts", do=do)
+        raise ConfigError(got=f"fastloop climb {conf} --script {script}", why="it names two starting points", do=do)
     command = command_of(script, args)
     return ScriptArm(name=name_of(command), command=command, more=tuple(more), overrides=tuple(overrides))
 
@@ -309,7 +309,7 @@ def _load_earlier(place: Path, start: ConfigArm | ScriptArm, resume: str | None)
     if before.recipe_sha256 not in (None, sources):  # an older climb knows nothing of it
         raise ConfigError(
             got=f"--resume {place}",
-            why=f"since it began {start.config().recipe_file or start.name} was changed",
+            why=f"{start.config().recipe_file or start.name} changed since it began",
             do="undo the change, or start a new climb",
         )
     if isinstance(start, ConfigArm) or under_this_python(start.command):

@@ -18,9 +18,9 @@ def find_memory_creep(seen: Measurement) -> Finding | None:
         return None
     name, at = found.get("name"), f" ({found['where']})" if found.get("where") else ""
     if name is None:
-        cause = "no list of the module, a callback or a logger explains it: torch.cuda.memory._snapshot() tells more"
+        cause = "no list in the module, a callback or a logger explains it; torch.cuda.memory._snapshot() shows more"
     elif found.get("holds_graphs"):
-        cause = f"{name} keeps the graphs of {found['tensors']} steps{at}: add .detach(), or .item() now and then"
+        cause = f"{name} keeps the graphs of {found['tensors']} steps{at}: add .detach(), or .item() once in a while"
     else:
         cause = f"{name} keeps {found['tensors']} tensors{at}: keep numbers instead, or clear it"
     lasts = "" if left is None else f" and lasts for about {left:,.0f} more steps"

@@ -32,7 +32,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     cost = weigh(step, "data_wait", wait, measured_pct=step.free_data_pct, least_ms=ORDINARY_MS)
     if cost is None:
         return None
-    idle = f"the {step.device} had nothing to do for {cost.time}: the next batch was not there"
+    idle = f"the {step.device} was idle for {cost.time}: the next batch was not ready"
     cause = "data_wait"
     if (decoding := describe_decoding(step.measured)) is not None:
         feeds = [rung for rung in rungs.list_against(DECODING) if rungs.is_available(step.measured, rung)]

@@ -30,10 +30,10 @@ def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
             " they compete for CPUs and may slow training down"
         )
     if (room := facts.shm_free_bytes) is not None and room < _LITTLE_SHM_BYTES:
-        do = "fewer workers load where their batches do not fit; give the container --shm-size=8g"
+        do = "fewer workers load if their batches do not fit; give the container --shm-size=8g"
         costs.append(f"/dev/shm has room for {room >> 20} MiB only: {do}")
     if loader.long_lists and not loader.packable:
-        costs.append(f"worker memory grows: {loader.long_lists[0]}, and workers copy what they look at; use arrays")
+        costs.append(f"worker memory grows: {loader.long_lists[0]}, and workers copy what they touch; use arrays")
     return costs
 
 
@@ -80,26 +80,26 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         return f"the loader already has {loader.num_workers} workers; your number stands"
     if not loader.map_style:
         return (
-            "an iterable dataset would be read whole by every worker and so be duplicated;"
+            "an iterable dataset would be read as a whole by every worker, so samples repeat;"
             " shard it by torch.utils.data.get_worker_info and set num_workers"
         )
     if loader.stateful:
         return (
-            f"{loader.kind} shuffles differently with workers, and its saved position is bound"
+            f"{loader.kind} shuffles differently with workers, and its saved position is tied"
             " to their number; set num_workers yourself before the run starts"
         )
     if facts.no_sockets_in is not None:
         return (
-            "workers send their batches through sockets, and no socket's path may be as long as"
+            "workers send their batches through sockets, and a socket's path cannot be as long as"
             f" those below {facts.no_sockets_in}; set TMPDIR to a shorter directory"
         )
     if loader.worker_hazards:
         return f"the dataset cannot go to workers: {'; '.join(loader.worker_hazards)}"
     if loader.sampler_hazards:
-        return f"workers ask the sampler ahead of the training: {'; '.join(loader.sampler_hazards)}"
+        return f"workers read the sampler ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.own_iterator:
         return (
-            f"{loader.kind} makes its own iterators, so what workers send could not be tried before it is used;"
+            f"{loader.kind} makes its own iterators, so what workers send cannot be checked before it is used;"
             " set num_workers yourself"
         )
     if method != "fork" and loader.unpicklable:

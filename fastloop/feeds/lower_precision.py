@@ -28,7 +28,7 @@ def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Ca
     """
     owner, method = _find(root, name)
     if method in vars(owner):
-        raise NotApplicable(f"{name} is replaced by an attribute of its object; your choice stands")
+        raise NotApplicable(f"{name} is already overridden on its object; your choice stands")
     original = getattr(type(owner), method)
 
     @functools.wraps(original)

@@ -15,7 +15,7 @@ from fastloop.records.plan import Change, Parity, Verdict
 RATES: Mapping[str, Callable[[float], float]] = {"none": lambda _ratio: 1.0, "linear": float, "sqrt": math.sqrt}
 """Of learning rates, by the ratio of global batches."""
 NOTE = (
-    "the first step's gradient decides whether batches run in other pieces: they stay as they are where the loss"
+    "the first step's gradient decides whether batches are regrouped: they stay as they are if the loss"
     " compares samples (contrastive, in-batch negatives)"
 )
 Size = int | Literal["auto"]
@@ -33,9 +33,7 @@ def count_window(facts: Facts, loader: LoaderFacts, samples: int) -> int:
     if samples % each:
         near = max(each, round(samples / each) * each)
         ranks = f" on each of {facts.world_size} ranks" if facts.world_size > 1 else ""
-        raise NotApplicable(
-            f"global_batch={samples} is made of whole batches of {loader.batch_size}{ranks}: write {near}"
-        )
+        raise NotApplicable(f"global_batch={samples} must be a multiple of {loader.batch_size}{ranks}: write {near}")
     return samples // each
 
 
@@ -52,7 +50,7 @@ def plan_step(
     if facts.resuming:
         rates, factor = "those of the checkpoint", 1.0
     before = samples * facts.accumulate // window
-    loud = f"ANOTHER TRAINING: an optimizer step has {samples} samples in place of {before}; learning rates {rates}"
+    loud = f"DIFFERENT TRAINING: an optimizer step has {samples} samples instead of {before}; learning rates {rates}"
     wants = {"trainer.accumulate_grad_batches": window, **change.wants}
     steps = f"max_steps and schedules still count steps, each of {window / facts.accumulate:g} times the samples"
     notes = (loud, steps, *change.notes)
@@ -85,7 +83,7 @@ def plan_regrouping(
         _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
         notes.append(
-            "auto: the first step tries on its own samples which micro-batch is the fastest, and yours stays where it"
+            "auto: the first step tries on its own samples which micro-batch is the fastest, and keeps yours where it"
             " is; longer samples later on take more memory"
         )
     elif size is not None and not merges and not (idle_is_fine and micro >= size):
@@ -95,7 +93,7 @@ def plan_regrouping(
     if norms:
         notes += _list_norm_notes(facts, loader, micro, groups=groups, batch_norm=batch_norm)
     if facts.precision in ("bf16-true", "16-true") and not merges:
-        notes.append(f"gradients add up in {facts.precision}: many small ones are lost; bf16-mixed keeps them")
+        notes.append(f"gradients accumulate in {facts.precision}: many small ones are lost; bf16-mixed keeps them")
     after: dict[str, Any] = {"micro_batches": True}
     if merges:
         wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
@@ -122,9 +120,9 @@ def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bo
     if merges and (groups or batch_norm == "merge" or not facts.batchnorms):
         return
     if facts.batchnorms:
-        none = f"{facts.other_batchnorms[0]} keeps no merged ones apart" if merges else "none are accumulated"
+        none = f"{facts.other_batchnorms[0]} cannot keep merged batches apart" if merges else "none are accumulated"
         raise NotApplicable(
-            f"limited by your batches: BatchNorm keeps the statistics of each, and {none}; a micro-batch that you write"
+            f"limited by your batches: BatchNorm keeps the statistics of each, and {none}; a micro-batch that you set"
             " changes the training"
         )
     if loader.batch_size == 1 and not merges:
@@ -140,21 +138,21 @@ def _round_down(micro: int, size: int, notes: list[str]) -> int:
         )
     whole = micro // size * size
     if whole != micro:
-        notes.append(f"micro_batch {micro} is taken as {whole}, whole batches of {size} for BatchNorm")
+        notes.append(f"micro_batch {micro} is rounded to {whole}, whole batches of {size} for BatchNorm")
     return whole
 
 
 def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: bool, batch_norm: str) -> list[str]:
     names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
     of = "the size that is found" if micro == "auto" else str(micro)
-    changes = f"normalise over micro-batches of {of}, which changes the training"
+    changes = f"normalize over micro-batches of {of}, which changes the training"
     if micro != "auto" and micro < (loader.batch_size or 0):
-        changes += f" and cannot be helped below your batches of {loader.batch_size}"
+        changes += f" and cannot be avoided below your batches of {loader.batch_size}"
     told = "keep the statistics of each of your batches" if groups else changes
     notes = [f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}"]
     if facts.other_batchnorms and batch_norm == "groups":
         other = facts.other_batchnorms[0]
-        notes.append(f"{other} is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it")
+        notes.append(f"{other} is synchronized or not torch's own BatchNorm, so batches cannot be kept apart in it")
     return notes
 
 
@@ -175,7 +173,7 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     if norms := evidence.get("grouped_norms"):
         why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
     if weighed := evidence.get("weighed_by"):
-        why += f"; weighed by {weighed}"
+        why += f"; weighted by {weighed}"
     if problem:
         why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
     if apart:

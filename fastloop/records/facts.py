@@ -59,7 +59,7 @@ class LoaderFacts:
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
     place_lost: str | None = None
-    """Why a run that is resumed in the middle of an epoch starts it anew; None where it goes on."""
+    """Why a run resumed in mid-epoch starts that epoch over; None where it goes on."""
     thread_hazards: tuple[str, ...] = ()
     """Why several threads of this process could get other samples from the dataset than one does."""
     may_change: tuple[str, ...] = ()
@@ -74,9 +74,9 @@ class LoaderFacts:
     """Containers in the dataset of which each forked worker would get a copy by and by."""
     packable: int = 0
     """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
-    images: ImageFacts | str = "the dataset was not looked at"
+    images: ImageFacts | str = "the dataset was not inspected"
     """What happens to each file of a dataset of images; or why it is none."""
-    prefix: PrefixFacts | str = "the dataset was not looked at"
+    prefix: PrefixFacts | str = "the dataset was not inspected"
     """What could be kept of each sample; or why nothing can."""
     engine: str | None = None
     """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""

@@ -85,7 +85,7 @@ class Amp:
         if not is_mixed and facts.micro_batches:
             notes.append("the gradients of the micro-batches are summed in 16 bits")
         if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
-            notes.append(f"{facts.device_name} only emulates bfloat16: slower; 16-mixed suits it")
+            notes.append(f"{facts.device_name} only emulates bfloat16: slower; use 16-mixed")
         return Change(
             wants={"precision.plugin": self.mode},
             actions=(Action(when="model", do=self._set_precision),),
@@ -142,7 +142,7 @@ class Amp:
             return Verdict(took=None, why="no training_step ran")
         why = f"matrix products in training_step ran in {dtype}"
         if evidence.get("cudnn_attention") is False:
-            why += ", attention without cuDNN: it plans anew for each length"
+            why += ", attention without cuDNN: it replans for each length"
         if never := evidence.get("never_called"):
             why += f"; kept in float32, but never called: {', '.join(never)}"
         elif self.keep_fp32:

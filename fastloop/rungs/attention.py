@@ -51,14 +51,18 @@ class Attention:
     def plan(self, facts: Facts) -> Change:
         """Ask for the replacement, or, where nothing is written by hand, for the order of kernels."""
         if facts.compiled_by_user:
-            raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is compiled by you: its graphs are not ours")
+            raise NotApplicable(
+                f"{', '.join(facts.compiled_by_user[:3])} is compiled by you, so its graphs are out of reach"
+            )
         if self.backend != "auto" and facts.device != "cuda":
             raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
         if not facts.attends_by_hand and not facts.attends_by_call:
             raise NotApplicable("no module takes a softmax between two matrix products")
         if not facts.attends_by_hand and self.backend == "auto":
             ready = facts.attends_by_call[0]
-            raise NotApplicable(f"{ready} calls scaled_dot_product_attention already, and torch's own order stands")
+            raise NotApplicable(
+                f"{ready} calls scaled_dot_product_attention already, and torch's own backend order stands"
+            )
         action = Action(keys=("model.attention",), when="model", do=self._attend)
         return Change(parity="approximate", evaluation=True, actions=(action,), rehearse="modules")
 
@@ -108,17 +112,17 @@ class Attention:
         if "replaced" not in evidence:
             return Verdict(took=None, why="no step ran")
         if evidence["failures"]:
-            return Verdict(took=False, why=f"fell back to what was written by hand: {evidence['failures'][0]}")
+            return Verdict(took=False, why=f"fell back to your own attention: {evidence['failures'][0]}")
         why = []
         if count := evidence["replaced"]:
             causal = f", {evidence['causal']} of them causal without a mask" if evidence["causal"] else ""
-            why.append(f"{count} attentions in captured graphs are one call each{causal}")
+            why.append(f"{count} attentions in captured graphs are one fused call each{causal}")
         if count and (calls := evidence["calls"]):
-            why.append(f"{calls} calls of {evidence['modules']} modules ran so")
+            why.append(f"{calls} calls of {evidence['modules']} modules ran this way")
         if switched := evidence["switched"]:
-            why.append(f"{switched} Hugging Face models run attention sdpa")
+            why.append(f"{switched} Hugging Face models run with sdpa")
         if fused := evidence["by_inductor"]:
-            why.append(f"Inductor fused {fused} by patterns of its own")
+            why.append(f"Inductor fused {fused} with its own patterns")
         if took := bool(count or switched or fused):
             why += [f"left as written: {reason}" for reason in evidence["missed"][:1]]
         else:

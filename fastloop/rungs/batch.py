@@ -108,7 +108,7 @@ class Batch:
         require_positive("batch.global_batch", self.global_batch, why="a step needs samples", do="write keep")
         if not 0 < self.target_memory <= 1:
             key = "batch.target_memory"
-            raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it is a share", do="write 0.9")
+            raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it is a fraction", do="write 0.9")
         if self.lr_scaling != "none" and self.global_batch == "keep":
             got, do = f"batch.lr_scaling={self.lr_scaling}", "write batch.global_batch as well"
             raise ConfigError(key="batch.lr_scaling", got=got, why="the global batch stays", do=do)

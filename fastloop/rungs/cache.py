@@ -55,7 +55,7 @@ class Cache:
     """Of the server: redis://host:port/0. Its password, if it has one, is read from FASTLOOP_REDIS_PASSWORD."""
 
     def __post_init__(self) -> None:
-        why, do = "a store of no size keeps nothing", "write gigabytes or auto, or cache.enabled: false"
+        why, do = "a store of size zero keeps nothing", "write gigabytes or auto, or cache.enabled: false"
         require_positive("cache.size_gb", self.size_gb, why=why, do=do)
         server = "write cache.url: redis://host:6379/0"
         if self.store == "redis" and not self.url:
@@ -75,7 +75,7 @@ class Cache:
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
             raise NotApplicable(
-                f"the run asks for {draws:,} samples of {prefix.samples:,}: hardly one twice; write cache.store: disk"
+                f"the run asks for {draws:,} samples of {prefix.samples:,}: hardly any twice; write cache.store: disk"
                 " to keep them for later runs"
             )
         store, budget = self._choose(prefix, facts)
@@ -94,7 +94,7 @@ class Cache:
         if not loader.is_dataloader:
             raise NotApplicable(f"{loader.kind} is not a DataLoader: its samples are not known")
         if not loader.map_style:
-            raise NotApplicable("an iterable dataset has no samples that could be asked for by number")
+            raise NotApplicable("samples of an iterable dataset have no index")
         if loader.engine is not None:
             raise NotApplicable(f"{loader.engine} reads and decodes the files itself")
         if isinstance(loader.prefix, str):
@@ -102,7 +102,7 @@ class Cache:
         if not loader.prefix.names_files and self.store in ("disk", "redis"):
             raise NotApplicable(
                 f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads them from, and what is"
-                f" kept in {self.store} would outlive a change of theirs; write @cached_prefix(file=...)"
+                f" kept in {self.store} would go stale when they change; write @cached_prefix(file=...)"
             )
         return loader.prefix
 
@@ -156,7 +156,7 @@ def _measure_room(facts: Facts) -> dict[str, int]:
 def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float) -> str:
     if prefix.sample_bytes is None:
         most = "what the server has room for" if budget is None else _gb(budget)
-        return f"keeps {prefix.what} in {store}, up to {most}: how large a sample is shows when one is made"
+        return f"keeps {prefix.what} in {store}, up to {most}: sample size is known once one is made"
     size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_gb(_need(prefix))}"
     part = (
         "" if share >= 1 else f"; {store} holds {share:.0%} of them, always the same, and the others are made each time"

@@ -88,7 +88,7 @@ class Compile:
     def plan(self, facts: Facts) -> Change:
         """Ask for an in-place compile of the modules that hold the work."""
         if facts.compiled_by_user:
-            raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you; not doubled")
+            raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
         if facts.compiler is None:
             raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
         if not facts.compile_targets:
@@ -133,7 +133,7 @@ class Compile:
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
         if eager := evidence.get("eager_calls"):
-            why.append(f"{eager} of {evidence['of_calls']} calls ran eager: no graph fitted them")
+            why.append(f"{eager} of {evidence['of_calls']} calls ran eager: no graph fit them")
         why += [f"{spent}: eager from there" for spent in evidence.get("spent", ())]
         if evidence["limit_hit"]:
             why.append("recompile limit hit: running eager from there")

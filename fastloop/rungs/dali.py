@@ -74,7 +74,7 @@ class Dali:
     """Load for validation too: the same samples in their order, pixels as far off as in training."""
 
     def __post_init__(self) -> None:
-        why, do = "nobody would decode", "write a positive number or auto"
+        why, do = "nothing would decode", "write a positive number or auto"
         require_positive("dali.threads", self.threads, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
@@ -125,14 +125,14 @@ class Dali:
 
     def _notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
         by = "the GPU decodes" if engine.decode == "mixed" else "the CPU decodes"
-        rule = f" (by a rule: {ENOUGH_CPUS} CPUs for each GPU are taken to be enough)" if facts.device == "cuda" else ""
+        rule = f" (rule: {ENOUGH_CPUS} CPUs for each GPU are enough)" if facts.device == "cuda" else ""
         loaders = "train and validation loaders" if self.validation else "train loaders only"
         notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; {loaders}"]
         if random := [type(step).__name__ for step in images.steps if isinstance(step, RANDOM)]:
             notes.append(f"DALI draws its own random numbers: {', '.join(random)} come out differently each time")
         if loader.num_workers:
             notes.append(f"your {loader.num_workers} worker processes are not started")
-        notes.append("a run resumed within an epoch has other crops and flips for the rest of it; DALI keeps no state")
+        notes.append("a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state")
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -163,15 +163,15 @@ def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:
     if (why := find_obstacle(loader.images)) is not None:
         raise NotApplicable(why)
     if loader.custom_collate:
-        raise NotApplicable("a collate_fn of your own makes the batches; DALI makes whole batches itself")
+        raise NotApplicable("your own collate_fn makes the batches; DALI makes whole batches itself")
     if not loader.auto_collates or loader.batch_size is None:
-        raise NotApplicable(f"{kind} has no batch_size, by which DALI's memory is laid out")
+        raise NotApplicable(f"{kind} has no batch_size, which DALI needs to allocate memory")
     if loader.batches == 0:
         raise NotApplicable("the loader has no batches: drop_last, and fewer samples than one batch")
     if loader.stateful:
         raise NotApplicable(f"{kind} keeps a position of its own, which DALI's look-ahead would shift")
     if loader.sampler_hazards:
-        raise NotApplicable(f"DALI asks the sampler ahead of the training: {'; '.join(loader.sampler_hazards)}")
+        raise NotApplicable(f"DALI reads the sampler ahead of training: {'; '.join(loader.sampler_hazards)}")
     if loader.own_iterator:
         raise NotApplicable(f"{kind} makes its own iterators")
     if facts.device == "cuda" and "on_before_batch_transfer" in facts.transfer_hooks:

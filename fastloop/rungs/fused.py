@@ -57,7 +57,7 @@ class Fused:
         return Verdict(
             took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0,
             why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups are fused,"
-            f" {evidence['steps']} optimizer steps ran so",
+            f" {evidence['steps']} optimizer steps ran this way",
         )
 
 
@@ -72,7 +72,7 @@ def _refuse(optimizer: Any, site: Site) -> None:
         raise NotApplicable(f"Adagrad has no fused form on {device}")
     for key, module in site.module.named_modules():
         if hasattr(module, "embedding_dim") and getattr(module, "sparse", False):
-            raise NotApplicable(f"{key} makes sparse gradients, which fused optimizers do not support")
+            raise NotApplicable(f"{key} produces sparse gradients, which fused optimizers do not support")
     for group in optimizer.param_groups:
         for setting, usual in USUAL.items():
             if group.get(setting, usual) is not usual:

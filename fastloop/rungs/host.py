@@ -1,7 +1,7 @@
 """Take the host's own work out of the step: graphs in place of launches, garbage collection at chosen steps.
 
 Faster because  one call replays all kernels of a forward, one those of a backward; empty hooks and moves of logged
-                values are left out, 0.2 ms for each value; the garbage collector waits for chosen steps.
+                values are left out, 0.2 ms for each value; garbage collection runs only at chosen steps.
 Costs           memory for a second set of activations; a few steps' time once, to record and to compare.
 Don't use when  training_step goes by what no check here sees: files, the clock, global variables. A replay does not.
 Evidence        steps that were replayed, or why none was, with the deviation from the eager step; passes at our steps
@@ -31,7 +31,7 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 
 CARD = Card(
     family="compute",
-    does="graphs replay the step's kernels without launching each, and the garbage collector waits for chosen steps",
+    does="graphs replay the step's kernels without launching each, and garbage collection runs only at chosen steps",
     evidence={"replayed_steps": 0, "hooks_left_out": 0, "gc_passes": 0},
     answers={"launch_bound": 4},
     applies=on_gpu,
@@ -57,7 +57,7 @@ class Host:
     """Replay recorded steps; auto: where that is faster. Off by itself until it has been measured on a GPU."""
 
     def __post_init__(self) -> None:
-        why, do = "a pass comes after at least one batch", "write a positive number, auto or null"
+        why, do = "a pass needs at least one batch", "write a positive number, auto or null"
         require_positive("host.gc_every_steps", self.gc_every_steps, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
@@ -105,7 +105,7 @@ class Host:
     def _pace_garbage(self, site: Site) -> Applied:
         """Set what lives now aside for good, and look at the rest every few batches."""
         if not gc.isenabled():
-            why = "your script has switched the garbage collector off, and that stands"
+            why = "your script turned the garbage collector off; your choice stands"
             return Applied(undo=lambda: None, probe=lambda: {"gc_refused": why})
         every = AUTO_STEPS if self.gc_every_steps == "auto" else self.gc_every_steps or 1
         before, is_ours = gc.get_threshold(), gc.get_freeze_count() == 0
@@ -140,7 +140,7 @@ def _explain_no_graph(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return f"there are none on {facts.device}"
     if facts.world_size > 1 or not facts.plain_gradients:
-        return f"{facts.strategy} exchanges gradients, which a recording here does not hold"
+        return f"{facts.strategy} exchanges gradients, which a recording does not support"
     if not facts.automatic_optimization:
         return "manual optimization steps inside training_step"
     if facts.accumulation_scheduled:

@@ -104,17 +104,17 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: its dataset and sampler are not known"
     if not loader.map_style:
-        return "an iterable dataset goes through its samples itself; threads can only share one that is asked by index"
+        return "an iterable dataset iterates by itself; threads can only share one with indexed samples"
     if loader.num_workers:
         return (
             f"the loader already has {loader.num_workers} workers; your number stands (set num_workers=0 for threads)"
         )
     if loader.stateful:
-        return f"{loader.kind} keeps its place itself, which threads would not tell it"
+        return f"{loader.kind} tracks its own position, which threads would not update"
     if loader.own_iterator:
-        return f"{loader.kind} makes its own iterators, which threads would pass by"
+        return f"{loader.kind} makes its own iterators, which threads would bypass"
     if loader.sampler_hazards:
-        return f"threads are ahead of the training: {'; '.join(loader.sampler_hazards)}"
+        return f"threads read ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.shared_draws:
         return (
             f"{', '.join(loader.shared_draws[:3])} draw random numbers, and which thread draws which would be chance;"

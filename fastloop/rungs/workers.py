@@ -96,7 +96,7 @@ class Workers:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
         if can_keep_theirs(loader) and self.count == "auto" and self._keep(loader, facts, []):
-            note = f"your {loader.num_workers} workers are kept between epochs, which would start them anew"
+            note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
             parity: Parity = "approximate" if loader.draws_random else "exact"
             return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))
         if (obstacle := find_obstacle(loader, facts, self.start_method)) is not None:
@@ -106,7 +106,7 @@ class Workers:
         wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
         if facts.cpu_count > 2 * facts.local_ranks:
             wants["launch.free_cpus"] = facts.local_ranks
-            notes.append(f"workers keep off {facts.local_ranks} of {facts.cpu_count} CPUs: the training launches there")
+            notes.append(f"workers leave {facts.local_ranks} of {facts.cpu_count} CPUs for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         parity = "approximate" if loader.draws_random else "exact"
         if loader.draws_random:
@@ -116,7 +116,7 @@ class Workers:
 
             wants["dataset.packed"] = Packing(samples=loader.packable)
             notes.append(
-                f"{loader.packable} file names are packed into arrays, which workers share; lists they would copy"
+                f"{loader.packable} file names are packed into arrays, which workers share; they would copy lists"
             )
         if self.start_method != "auto":
             wants["loader.multiprocessing_context"] = self.start_method
@@ -149,7 +149,7 @@ class Workers:
         if why_not is not None and batches < SHORT_EPOCH and self.count == "auto" and not loader.num_workers:
             raise NotApplicable(
                 f"epochs of {batches} batches are too short to pay for starting workers in each, and they cannot be"
-                f" kept between them: {why_not}; where that is no matter, write workers.persistent: true"
+                f" kept between them: {why_not}; if that is fine, write workers.persistent: true"
             )
         return why_not is None
 

@@ -166,7 +166,7 @@ def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> N
     assert "there is nothing to resume" in refused(asked("amp"), resume=str(tmp_path)).why
     content = {"schema": 1, "base": "gpt2", "script": None, "arms": ["base", "amp"], "steps": None, "aa": False}
     store.write(tmp_path, {manifest.NAME: json.dumps(content)})
-    assert "its base was 'gpt2' and now is 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why
+    assert "its base was 'gpt2' and is now 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why
     assert "stays in its directory" in refused(asked("amp"), resume=str(tmp_path), out="y").why
 
 
@@ -331,10 +331,10 @@ def test_by_force_not_even_the_gradient_of_another_base_is_left(
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"runs": 10}, "its --runs was 5 and now is 10"),
-        ({"band_pct": 9.0}, "its --band was 3.0 and now is 9.0"),
-        ({"script": "other.py"}, "its script was 'train.py' and now is 'other.py'"),
-        ({}, "since it began train.py was changed"),
+        ({"runs": 10}, "its --runs was 5 and is now 10"),
+        ({"band_pct": 9.0}, "its --band was 3.0 and is now 9.0"),
+        ({"script": "other.py"}, "its script was 'train.py' and is now 'other.py'"),
+        ({}, "train.py changed since it began"),
     ],
     ids=["runs", "band", "script", "edited"],
 )

@@ -92,7 +92,7 @@ def test_data_wait_and_what_to_do(loader: Any, enabled: tuple[str, ...], patch: 
     finding = only(loader, enabled=enabled)
     assert finding.bottleneck == "data_wait" and finding.share_pct == pytest.approx(60)
     assert finding.patch == patch
-    idle = "the device had nothing to do for 60.0 of 100.0 ms a step: the next batch was not there"
+    idle = "the device was idle for 60.0 of 100.0 ms a step: the next batch was not ready"
     assert finding.why == f"{idle}; {advice}"
     assert finding.ceiling_is_estimate
 
@@ -106,7 +106,7 @@ def test_cpus_are_shared_by_the_ranks_of_a_host() -> None:
 
 
 def test_a_gpu_is_called_one() -> None:
-    assert only(MAP, device="cuda").why.startswith("the GPU had nothing to do for 60.0 of 100.0 ms")
+    assert only(MAP, device="cuda").why.startswith("the GPU was idle for 60.0 of 100.0 ms")
 
 
 @pytest.mark.parametrize("wait", [0.0, 1.0, 4.99])
@@ -161,7 +161,7 @@ INSTEAD = "decoding takes 4.1 ms an image on one core"
         ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
         ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
         ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
-        (MAP, 66.0, {}, "workers", "the next batch was not there; the loader has 0 workers"),
+        (MAP, 66.0, {}, "workers", "the next batch was not ready; the loader has 0 workers"),
     ],
 )
 def test_image_files_name_the_feed_that_helps(

@@ -24,7 +24,7 @@ PACE = {"of": "GPU", "mib_per_1000_steps": 1234.0, "steps_left": 60_000}
             {**LEAK, **PACE, "where": None, "steps_left": None},
             "per 1,000 steps; Net.kept keeps 180 tensors: keep numbers",
         ),
-        (PACE, "no list of the module, a callback or a logger explains it"),
+        (PACE, "no list in the module, a callback or a logger explains it"),
     ],
     ids=["tensors", "graphs", "no line", "no keeper"],
 )

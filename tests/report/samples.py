@@ -135,7 +135,7 @@ def resnet50() -> Run:
         share_pct=85.9,
         ceiling_gain_pct=732.4,
         ceiling_is_estimate=False,
-        why="the GPU had nothing to do for 86 % of each step: Python was decoding JPEGs",
+        why="the GPU was idle for 86 % of each step: Python was decoding JPEGs",
         patch={"rungs": {"workers": {"enabled": True}}},
     )
     return Run(seen, (finding,), name="resnet50")
@@ -341,7 +341,7 @@ def cpu() -> Run:
         title="STARVED BY DATA",
         share_pct=23.7,
         ceiling_gain_pct=31.0,
-        why="the device had nothing to do for 52.8 of 223.0 ms a step: the next batch was not there",
+        why="the device was idle for 52.8 of 223.0 ms a step: the next batch was not ready",
         patch={"rungs": {"workers": {"enabled": True}}},
     )
     return Run(seen, (finding,), name="cifar10")

@@ -78,7 +78,7 @@ def test_plan(mode: Any, facts: dict[str, Any], wants: dict[str, str] | str) -> 
 
 def test_an_emulating_gpu_is_noted() -> None:
     old = Facts(device="cuda", compute_capability=(7, 5), device_name="T4")
-    assert Amp(enabled=True).plan(old).notes == ("T4 only emulates bfloat16: slower; 16-mixed suits it",)
+    assert Amp(enabled=True).plan(old).notes == ("T4 only emulates bfloat16: slower; use 16-mixed",)
     assert Amp(enabled=True, mode="16-mixed").plan(old).notes == ()
 
 

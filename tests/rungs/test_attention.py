@@ -65,7 +65,7 @@ class Ready(spellings.Spelling):
         ({"backend": "flash"}, {"device": "cuda"}, None),
         ({"backend": "flash"}, {"device": "cuda", "attends_by_hand": (), "attends_by_call": ("net",)}, None),
         ({"backend": "flash"}, {}, "backend flash needs CUDA; this run is on cpu"),
-        ({}, {"compiled_by_user": ("net",)}, "net is compiled by you: its graphs are not ours"),
+        ({}, {"compiled_by_user": ("net",)}, "net is compiled by you, so its graphs are out of reach"),
     ],
 )
 def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | None) -> None:
@@ -87,7 +87,7 @@ def test_takes() -> None:
     assert found["modules"] == 2 and found["causal"] == found["replaced"] >= 1
     assert found["calls"] == 2 * (trainer.global_step + 2), "every call of training and validation ran so"
     assert verdict(watcher, "attention").took is True
-    assert f"{found['calls']} calls of 2 modules ran so" in verdict(watcher, "attention").why
+    assert f"{found['calls']} calls of 2 modules ran this way" in verdict(watcher, "attention").why
     inside = float(trainer.callback_metrics["val_loss"])
     trainer.validate(module, models.loader(16), verbose=False)
     assert float(trainer.callback_metrics["val_loss"]) == inside
@@ -100,7 +100,7 @@ def test_takes() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Ready, "net.layers.0 calls scaled_dot_product_attention already, and torch's own order stands"),
+        (Ready, "net.layers.0 calls scaled_dot_product_attention already, and torch's own backend order stands"),
         (torch.nn.Tanh, "no module takes a softmax between two matrix products"),
         (spellings.ReturnsWeights, "no attention was replaced: its weights are used elsewhere, too"),
     ],

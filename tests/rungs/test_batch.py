@@ -23,7 +23,7 @@ from tests.rungs.two_ranks import CASES, results
 from tests.runs import Net, batches, both, distance, run
 
 NOTE = (
-    "the first step's gradient decides whether batches run in other pieces: they stay as they are where the loss"
+    "the first step's gradient decides whether batches are regrouped: they stay as they are if the loss"
     " compares samples (contrastive, in-batch negatives)"
 )
 WINDOW = {"loader.window": 4, "trainer.accumulate_grad_batches": 1}
@@ -92,13 +92,13 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
             {"micro_batch": "auto"},
             facts(batchnorms=("net.1",)),
             "limited by your batches: BatchNorm keeps the statistics of each, and none are accumulated; a micro-batch"
-            " that you write changes the training",
+            " that you set changes the training",
         ),
         (
             {"micro_batch": "auto"},
             facts(accumulate=4, batchnorms=("net.1",), other_batchnorms=("net.1",)),
-            "limited by your batches: BatchNorm keeps the statistics of each, and net.1 keeps no merged ones apart; a"
-            " micro-batch that you write changes the training",
+            "limited by your batches: BatchNorm keeps the statistics of each, and net.1 cannot keep merged batches"
+            " apart; a micro-batch that you set changes the training",
         ),
         (
             {"micro_batch": "auto"},
@@ -108,7 +108,7 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
         (
             {"global_batch": 20},
             facts(world_size=2),
-            "global_batch=20 is made of whole batches of 8 on each of 2 ranks: write 16",
+            "global_batch=20 must be a multiple of 8 on each of 2 ranks: write 16",
         ),
         (
             {"global_batch": 64},
@@ -148,7 +148,7 @@ def test_plan_says_what_changes() -> None:
     notes = Batch(enabled=True, micro_batch=16, batch_norm="merge").plan(norms).notes
     assert notes == (
         NOTE,
-        "4 BatchNorm layers normalise over micro-batches of 16, which changes the training: net.1, net.4, net.7, …",
+        "4 BatchNorm layers normalize over micro-batches of 16, which changes the training: net.1, net.4, net.7, …",
         "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
         "val_check_interval 8 batches = 2 steps",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
@@ -157,13 +157,13 @@ def test_plan_says_what_changes() -> None:
     assert Batch(enabled=True, micro_batch=4).plan(Facts()).waits_for == "the train loader"
     Batch(enabled=True, micro_batch=4, loss_is_mean=True).plan(facts(not_mean_losses=("x",)))
     half = Batch(enabled=True, micro_batch=4).plan(facts(precision="bf16-true"))
-    assert "gradients add up in bf16-true: many small ones are lost; bf16-mixed keeps them" in half.notes
+    assert "gradients accumulate in bf16-true: many small ones are lost; bf16-mixed keeps them" in half.notes
     other = Batch(enabled=True, micro_batch=4, global_batch=16).plan(facts(accumulate=4))
     assert other.wants == {"step.micro_batch": 4, "trainer.accumulate_grad_batches": 2}
     same = Batch(enabled=True, micro_batch=4, global_batch=32).plan(facts(accumulate=4))
     assert same == Batch(enabled=True, micro_batch=4).plan(facts(accumulate=4))
     assert other.notes[:2] == (
-        "ANOTHER TRAINING: an optimizer step has 16 samples in place of 32; learning rates as they are",
+        "DIFFERENT TRAINING: an optimizer step has 16 samples instead of 32; learning rates as they are",
         "max_steps and schedules still count steps, each of 0.5 times the samples",
     )
 
@@ -177,7 +177,7 @@ def test_plan_says_what_changes() -> None:
             {},
             {"step.micro_batch": 16, "step.batch_norm": "groups"},
             "approximate",
-            "micro_batch 23 is taken as 16, whole batches of 8 for BatchNorm",
+            "micro_batch 23 is rounded to 16, whole batches of 8 for BatchNorm",
         ),
         ({"batch_norm": "merge"}, {}, {"step.micro_batch": 16}, "changes-training", "changes the training: net.1"),
         (
@@ -185,14 +185,14 @@ def test_plan_says_what_changes() -> None:
             {"other_batchnorms": ("net.1",)},
             {"step.micro_batch": 16},
             "changes-training",
-            "net.1 is synchronized or no BatchNorm of torch's, so batches cannot be kept apart in it",
+            "net.1 is synchronized or not torch's own BatchNorm, so batches cannot be kept apart in it",
         ),
         (
             {"micro_batch": 4},
             {},
             {"step.micro_batch": 4},
             "changes-training",
-            "changes the training and cannot be helped below your batches of 8: net.1",
+            "changes the training and cannot be avoided below your batches of 8: net.1",
         ),
         ({"micro_batch": 3}, {"accumulate": 1}, {"step.micro_batch": 3}, "changes-training", "changes the training"),
     ],
@@ -340,7 +340,7 @@ def test_a_global_batch_of_ones_own(scaling: str, factor: float, schedule: str) 
     assert verdict.took and verdict.parity_class == "changes-training"
     assert verdict.why.startswith("each optimizer step had 32 samples")
     assert ours.loop is not None and ours.loop.plan.steps[0].change.notes[0] == (
-        f"ANOTHER TRAINING: an optimizer step has 32 samples in place of 8; learning rates {rates}"
+        f"DIFFERENT TRAINING: an optimizer step has 32 samples instead of 8; learning rates {rates}"
     )
     assert ours.trainer.accumulate_grad_batches == 1
     left, theirs = (each.trainer.optimizers[0].param_groups[0]["lr"] for each in (ours, by_hand))
@@ -485,7 +485,7 @@ def test_the_users_word_on_the_loss_counts() -> None:
 def test_batchnorm_is_warned_by_layer_and_differs() -> None:
     plain, ours = both(SPLIT, batches, Normed, max_epochs=3)
     assert ours.loop is not None and ours.verdict("batch").took
-    assert any("1 BatchNorm layers normalise" in note for note in ours.loop.plan.steps[0].change.notes)
+    assert any("1 BatchNorm layers normalize" in note for note in ours.loop.plan.steps[0].change.notes)
     assert ours.verdict("batch").parity_class == "changes-training"
     assert both(SPLIT, batches, max_epochs=1)[1].verdict("batch").parity_class == "approximate"
     assert distance(plain, ours) > 1e-3

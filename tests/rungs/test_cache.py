@@ -80,7 +80,7 @@ def test_plan() -> None:
     assert plan(facts(disk_free_bytes=0), store="disk", path="/elsewhere")[1] == size_of(plan(facts()))
     assert plan(facts(), store="redis", url="redis://host:6379/0")[:2] == ("redis", None)
     store, size, note = plan(facts(prefix={"sample_bytes": None, "what": "what Mine.load returns"}))
-    assert (store, size) == ("shm", 8 * 10**9) and "up to 8 GB: how large a sample is shows when one is made" in note
+    assert (store, size) == ("shm", 8 * 10**9) and "up to 8 GB: sample size is known once one is made" in note
     # a run that repeats its samples within an epoch
     assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
 
@@ -95,21 +95,21 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
         (
             facts(),
             {"store": "device"},
-            "pictures cannot be kept on the device: the dataset was not looked at",
+            "pictures cannot be kept on the device: the dataset was not inspected",
         ),
         (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are not known"),
-        (facts({"map_style": False}), {}, "an iterable dataset has no samples that could be asked for by number"),
+        (facts({"map_style": False}), {}, "samples of an iterable dataset have no index"),
         (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),
         (facts({"prefix": "it is odd"}), {}, "it is odd"),
-        (facts(max_epochs=1), {}, "the run asks for 1,000 samples of 1,000: hardly one twice; write cache.store: disk"),
-        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: hardly one twice"),
-        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: hardly one twice"),
+        (facts(max_epochs=1), {}, "the run asks for 1,000 samples of 1,000: hardly any twice; write cache.store: disk"),
+        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: hardly any twice"),
+        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: hardly any twice"),
         (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
             {"store": "disk"},
-            "it is not known which files Mine.load returns reads them from, and what is kept in disk would outlive",
+            "it is not known which files Mine.load returns reads them from, and what is kept in disk would go stale",
         ),
     ],
 )

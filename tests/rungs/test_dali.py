@@ -30,7 +30,7 @@ from tests.runs import Run, both, distance, run
 DALI: dict[str, Any] = {"dali": {"threads": 2}}
 STEPS = (RandomResizedCrop(size=(8, 8)), ToTensor(), ToFloat())
 IMAGES = ImageFacts(steps=STEPS, count=100)
-NOTE = "a run resumed within an epoch has other crops and flips for the rest of it; DALI keeps no state"
+NOTE = "a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
 OWN = "DALI draws its own random numbers: RandomResizedCrop come out differently each time"
 
 
@@ -49,8 +49,7 @@ def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
             {},
             facts({}, device="cuda"),
             ("cpu", 16, "device", True),
-            "the CPU decodes, with 16 threads (by a rule: 8 CPUs for each GPU are taken to be enough);"
-            " train loaders only",
+            "the CPU decodes, with 16 threads (rule: 8 CPUs for each GPU are enough); train loaders only",
         ),
         ({}, facts({}, device="cuda", local_ranks=2), ("cpu", 8, "device", True), None),
         ({}, facts({}, device="cuda", local_ranks=3), ("mixed", 4, "device", True), None),
@@ -117,17 +116,17 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         (
             {},
             facts({"custom_collate": True}),
-            "a collate_fn of your own makes the batches; DALI makes whole batches itself",
+            "your own collate_fn makes the batches; DALI makes whole batches itself",
         ),
-        ({}, facts({"auto_collates": False}), "DataLoader has no batch_size, by which DALI's memory is laid out"),
-        ({}, facts({"batch_size": None}), "DataLoader has no batch_size, by which DALI's memory is laid out"),
+        ({}, facts({"auto_collates": False}), "DataLoader has no batch_size, which DALI needs to allocate memory"),
+        ({}, facts({"batch_size": None}), "DataLoader has no batch_size, which DALI needs to allocate memory"),
         ({}, facts({"batches": 0}), "the loader has no batches: drop_last, and fewer samples than one batch"),
         (
             {},
             facts({"stateful": True, "kind": "Own"}),
             "Own keeps a position of its own, which DALI's look-ahead would shift",
         ),
-        ({}, facts({"sampler_hazards": ("a is x",)}), "DALI asks the sampler ahead of the training: a is x"),
+        ({}, facts({"sampler_hazards": ("a is x",)}), "DALI reads the sampler ahead of training: a is x"),
         ({}, facts({"own_iterator": True}), "DataLoader makes its own iterators"),
         (
             {},
@@ -301,8 +300,8 @@ def test_validation_stays_the_loaders_where_dali_cannot(folder: Path, which: str
     seen = ours.seen("dali")
     assert seen["validation_images"] == 0
     if which == "val":
-        assert seen["validation_why_plain"].startswith("a collate_fn of your own")
-        assert "a loader was left as it is: a collate_fn" in ours.verdict("dali").why
+        assert seen["validation_why_plain"].startswith("your own collate_fn")
+        assert "a loader was left as it is: your own collate_fn" in ours.verdict("dali").why
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -144,7 +144,7 @@ def test_a_collector_that_the_user_set_stays_as_it_is() -> None:
         assert not gc.isenabled() and gc.get_freeze_count() == 0
     finally:
         gc.enable()
-    assert "your script has switched the garbage collector off, and that stands" in verdict(watcher, "host").why
+    assert "your script turned the garbage collector off; your choice stands" in verdict(watcher, "host").why
     gc.freeze()
     try:
         count = gc.get_freeze_count()

@@ -84,15 +84,15 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ),
         (
             {"map_style": False},
-            "an iterable dataset goes through its samples itself; threads can only share one that is asked by index",
+            "an iterable dataset iterates by itself; threads can only share one with indexed samples",
         ),
         (
             {"num_workers": 3},
             "the loader already has 3 workers; your number stands (set num_workers=0 for threads)",
         ),
-        ({"stateful": True}, "DataLoader keeps its place itself, which threads would not tell it"),
-        ({"own_iterator": True}, "DataLoader makes its own iterators, which threads would pass by"),
-        ({"sampler_hazards": ("a is x", "b")}, "threads are ahead of the training: a is x; b"),
+        ({"stateful": True}, "DataLoader tracks its own position, which threads would not update"),
+        ({"own_iterator": True}, "DataLoader makes its own iterators, which threads would bypass"),
+        ({"sampler_hazards": ("a is x", "b")}, "threads read ahead of training: a is x; b"),
         (
             {"draws_random": ("RandomCrop", "a"), "shared_draws": ("RandomCrop", "a", "b", "c")},
             "RandomCrop, a, b draw random numbers, and which thread draws which would be chance; worker processes have"
@@ -322,7 +322,7 @@ class TouchesBefore(Net):
 @pytest.mark.parametrize(
     ("train", "module", "reason"),
     [
-        (lambda: DataLoader(Stream(), 8), Net, "an iterable dataset goes through its samples itself"),
+        (lambda: DataLoader(Stream(), 8), Net, "an iterable dataset iterates by itself"),
         (lambda: DataLoader(Counts(count=0), 8), Net, "dataset.count is written while a sample is made"),
         (lambda: DataLoader(Noisy(), 8), Net, "Noisy.__getitem__ draw random numbers"),
         (batches, Touches, "Touches.on_train_batch_end names train_dataloader"),

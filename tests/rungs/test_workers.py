@@ -55,7 +55,7 @@ def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dic
 
 HEAVY = {"sample_bytes": 2**20, "batch_size": 8}
 LITTLE = (
-    "/dev/shm has room for {} MiB only: fewer workers load where their batches do not fit;"
+    "/dev/shm has room for {} MiB only: fewer workers load if their batches do not fit;"
     " give the container --shm-size=8g"
 )
 
@@ -87,7 +87,7 @@ LITTLE = (
             facts({}, shm_free_bytes=64 * 2**20),
             wants(3),
             [
-                "/dev/shm has room for 64 MiB only: fewer workers load where their batches do not fit;"
+                "/dev/shm has room for 64 MiB only: fewer workers load if their batches do not fit;"
                 " give the container --shm-size=8g"
             ],
         ),
@@ -113,7 +113,7 @@ LITTLE = (
 def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
     change = Workers(enabled=True, **settings).plan(given)
     kept_off = {"launch.free_cpus": given.local_ranks} if given.cpu_count > 2 * given.local_ranks else {}
-    room = [f"workers keep off {given.local_ranks} of {given.cpu_count} CPUs: the training launches there"]
+    room = [f"workers leave {given.local_ranks} of {given.cpu_count} CPUs for the training's own threads"]
     assert change.wants == {**expected, **kept_off} and not change.actions
     assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
     assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
@@ -128,21 +128,21 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {},
             {"map_style": False},
-            "an iterable dataset would be read whole by every worker and so be duplicated;"
+            "an iterable dataset would be read as a whole by every worker, so samples repeat;"
             " shard it by torch.utils.data.get_worker_info and set num_workers",
         ),
         (
             {},
             {"stateful": True},
-            "DataLoader shuffles differently with workers, and its saved position is bound to their"
+            "DataLoader shuffles differently with workers, and its saved position is tied to their"
             " number; set num_workers yourself before the run starts",
         ),
         ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot go to workers: a is x; b is y"),
-        ({}, {"sampler_hazards": ("a is x",)}, "workers ask the sampler ahead of the training: a is x"),
+        ({}, {"sampler_hazards": ("a is x",)}, "workers read the sampler ahead of training: a is x"),
         (
             {},
             {"own_iterator": True},
-            "DataLoader makes its own iterators, so what workers send could not be tried before it is used;"
+            "DataLoader makes its own iterators, so what workers send cannot be checked before it is used;"
             " set num_workers yourself",
         ),
         (
@@ -205,10 +205,10 @@ def test_long_lists_are_packed_or_named() -> None:
     """D8."""
     change = Workers(enabled=True).plan(facts({"packable": 10**7, "long_lists": ("dataset.samples holds 10",)}))
     assert change.wants["dataset.packed"] == Packing(samples=10**7) and change.parity == "exact"
-    assert "10000000 file names are packed into arrays, which workers share; lists they would copy" in change.notes
+    assert "10000000 file names are packed into arrays, which workers share; they would copy lists" in change.notes
     change = Workers(enabled=True).plan(facts({"long_lists": ("dataset.paths holds 1.2 million Python objects",)}))
     assert "dataset.packed" not in change.wants and change.notes[0] == (
-        "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they look at;"
+        "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they touch;"
         " use arrays"
     )
 
@@ -305,7 +305,7 @@ def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any
         Workers(enabled=True).plan(facts({"batches": 32, **CHANGES}, **run))
     assert str(refused.value) == (
         "epochs of 32 batches are too short to pay for starting workers in each, and they cannot be kept between"
-        f" them: {why}; where that is no matter, write workers.persistent: true"
+        f" them: {why}; if that is fine, write workers.persistent: true"
     )
 
 
@@ -668,7 +668,7 @@ class Stream(IterableDataset):
 def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     """D4, with the proof that it would have happened."""
     plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
-    assert str(ours.reason("workers")).startswith("an iterable dataset would be read whole by every worker")
+    assert str(ours.reason("workers")).startswith("an iterable dataset would be read as a whole by every worker")
     assert ours.module.samples == plain.module.samples
     doubled = clone(DataLoader(Stream(), batch_size=8), {"num_workers": 2, "prefetch_factor": 2})
     drawn = sorted(number for batch in doubled for number in batch[2].tolist())

@@ -138,7 +138,7 @@ class GraphedSteps:
             if key != before:
                 self._unlike += 1
                 if self._unlike > MOST_SHAPES:
-                    self.refused = "batches have other shapes, or other values beside tensors, each time"
+                    self.refused = "batch shapes or values other than tensors change every time"
                 return False
             self._try(step, args)
         return self._step is not None
@@ -178,9 +178,9 @@ class GraphedSteps:
         if len(trainer.optimizers) != 1:
             return "there are several optimizers"
         if overrides(module, "backward"):
-            return f"{type(module).__name__} has a backward of its own"
+            return f"{type(module).__name__} overrides backward"
         if torch.is_anomaly_enabled():
-            return "detect_anomaly looks at each backward"
+            return "detect_anomaly checks each backward"
         for name, part in module.named_modules():
             for registry in HOOKS:
                 for hook in getattr(part, registry, {}).values():
@@ -191,7 +191,7 @@ class GraphedSteps:
                 return f"{name} has a hook on its gradient, which a replay would not call"
         found = list(tensors(batch))
         if not found or len(found) != len(list(walk_tensors(batch))):
-            return "the batch holds objects of other kinds than tensors and containers"
+            return "the batch holds objects that are neither tensors nor containers"
         if any(tensor.device != self._site.device for tensor in found):
             return "the batch is not on the device"
         return None
@@ -269,9 +269,9 @@ class GraphedSteps:
         if not judge.is_close(deviation, precision):
             fault, _ = judge.find_fault(deviation, noise, precision)
             if fault is not None:
-                return f"what is replayed is not what the step computes: {fault}"
+                return f"the replay does not match the step: {fault}"
         if not self._asked and replay_ms > LEAST_GAIN * eager_ms:
-            return f"the device is busy without it: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
+            return f"the device is busy already: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
         return None
 
 
@@ -302,7 +302,7 @@ class _Watch:
     def find_host_draws(self) -> None:
         """Whether random numbers were drawn that the device does not draw."""
         if self._draws != self._read_draws():
-            self.notice("random numbers of the host")
+            self.notice("host random numbers")
 
     def _read_draws(self) -> list[Any]:
         numpy = sys.modules.get("numpy")
@@ -323,7 +323,7 @@ class _Watch:
 
     def _take_log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not isinstance(value, torch.Tensor) or value.device != self._device:
-            self.notice(f"a value for self.log({name!r}) that is no tensor on the device")
+            self.notice(f"a value for self.log({name!r}) that is not a tensor on the device")
             return
         self.calls.append(_LogCall(name, value.detach(), args, options))
 

@@ -44,7 +44,7 @@ class ValidationLoaders:
         except Exception as error:
             let_through(error)
             self._why = str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
-            self._warn(f"a validation loader is left as it is by {self.name}: {self._why}")
+            self._warn(f"{self.name} leaves a validation loader as it is: {self._why}")
             return loader
         assert isinstance(loader, DataLoader)
         twin = clone(loader, {})

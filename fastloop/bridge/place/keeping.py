@@ -46,7 +46,7 @@ class PlaceKeeper:
         self._several = True
         if self._kept is not None:
             self._kept = self.saved = None
-            self.warn("with several train loaders, a run that is resumed in the middle of an epoch starts it anew")
+            self.warn("with several train loaders, a run resumed in mid-epoch starts that epoch over")
 
     def let_go(self) -> None:
         """The fit is over: hold nothing of it, for workers that are kept hold the sampler, and it us."""

@@ -135,7 +135,7 @@ class GradientProbe(Callback):
                 theirs = regroup(batches, self._known["batches"][number])
                 batches = [*theirs, *batches[len(theirs) :]]  # what comes after them is not used
             except (CannotRegroup, IndexError) as error:
-                self.why = f"the base's samples do not go into this arm's batches: {error}"
+                self.why = f"the base's samples do not fit this arm's batches: {error}"
         self._kept.append((batches, [copy_tensors(batch) for batch in batches]))
         return batches
 

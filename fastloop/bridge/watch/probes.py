@@ -156,7 +156,7 @@ class Trace:
     def __init__(self, trainer: Any, device: torch.device, steps: int, place: Callable[[], Path | None]) -> None:
         self.found: Mapping[str, Any] = {"skipped": "the training ended before the traced steps"}
         name = type(trainer.profiler).__name__
-        taken = "the Trainer has a PyTorchProfiler, and there can be one only" if name == "PyTorchProfiler" else None
+        taken = "the Trainer has a PyTorchProfiler, and only one can run" if name == "PyTorchProfiler" else None
         self._window = TraceWindow(device, None, steps, taken=taken)
         self._place = place
         self._marks: Marks | None = None

@@ -40,7 +40,7 @@ SYNCS = "syncs"
 _OF_RANK = ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s", "lead_ms", "gpu", "steps", "partial")
 CROWDED_PCT = 20
 """Of the fit, spent waiting for a CPU, from which on the machine's load is named."""
-REPLACED = "the Trainer's profiler was replaced during the fit, and nothing is seen from then on"
+REPLACED = "the Trainer's profiler was replaced during the fit, and nothing was recorded after that"
 
 
 class Session:
@@ -267,7 +267,7 @@ class Session:
         pct = round(10 * (waited_s - before_s) / max(1e-9, step_clock.now() - self._began)) * 10
         if pct < CROWDED_PCT:
             return None
-        return f"the training waited for a CPU for about {pct} % of the time: more was running than there are CPUs"
+        return f"the training waited for a CPU for about {pct} % of the time: the CPUs were oversubscribed"
 
     def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
         if self._ranks is None:

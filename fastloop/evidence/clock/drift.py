@@ -97,7 +97,7 @@ class Drift:
         self._memory_warned = True
         return (
             f"memory grew by {1000 * paces[0] / 2**20:,.0f} MiB per 1,000 steps since step {first.step}; at this pace"
-            f" it is used up after about {left_steps:,.0f} more steps, in {left_s / 3600:.1f} hours"
+            f" it runs out after about {left_steps:,.0f} more steps, in {left_s / 3600:.1f} hours"
         )
 
     @property

@@ -175,7 +175,7 @@ class _WorkingTree:
             _git(self.top, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", str(place), commit)
         except subprocess.CalledProcessError as error:
             raise ConfigError(
-                got=f"git worktree add {commit[:7]}", why=_last_line(error), do="repair what git names"
+                got=f"git worktree add {commit[:7]}", why=_last_line(error), do="fix what git reports"
             ) from None
 
     def _link_untracked(self, place: Path) -> None:
@@ -253,9 +253,7 @@ class _WorkingTree:
         if not wrong:
             return None
         named = f"{', '.join(wrong[:3])}{' and others' if wrong[3:] else ''}"
-        return (
-            f"it imported the working tree's {named}: both arms would run the same code; write PYTHONPATH=FOLDER before"
-        )
+        return f"it imported the working tree's {named}: both arms would run the same code; set PYTHONPATH=FOLDER"
 
     def _list_ignored(self, paths: Sequence[Path]) -> set[Path]:
         if not paths:

@@ -227,8 +227,8 @@ class Experiment:
         if trial.began == self._first.began:
             return trial
         why = (
-            f"it began at step {trial.began}, and {self._first.name} at step {self._first.began}: the script goes on"
-            " from a checkpoint that changes meanwhile; point it elsewhere with --args"
+            f"it began at step {trial.began}, and {self._first.name} at step {self._first.began}: the script resumes"
+            " from a checkpoint that keeps changing; point it elsewhere with --args"
         )
         return dataclasses.replace(trial, ok=False, cause=why)
 

@@ -162,17 +162,17 @@ def _explain(key: str, before: Manifest, now: Manifest) -> str:
     if key == "options":
         return "its --vs, --config, --args or key=value differ"
     if key == "configs":
-        return f"since it began the configuration of {_list_changed(before.configs, now.configs)} was changed"
+        return f"the configuration of {_list_changed(before.configs, now.configs)} has changed since it began"
     if key == "sources":
-        return f"since it began {_list_changed(before.sources, now.sources)} was changed"
+        return f"{_list_changed(before.sources, now.sources)} changed since it began"
     if key == "runs":
         return (
-            f"its --runs was {before.runs} and now is {now.runs}: runs that are added once the result is seen find"
-            " differences where there are none; --runs auto looks several times, and pays for it"
+            f"its --runs was {before.runs} and is now {now.runs}: adding runs after seeing the result finds"
+            " differences that are not there; --runs auto looks several times and accounts for it"
         )
     if key == "band_pct":
-        return f"its --band was {before.band_pct} and now is {now.band_pct}: it cannot be changed after seeing results"
-    return f"its {key} was {vars(before)[key]!r} and now is {vars(now)[key]!r}"
+        return f"its --band was {before.band_pct} and is now {now.band_pct}: it cannot be changed after seeing results"
+    return f"its {key} was {vars(before)[key]!r} and is now {vars(now)[key]!r}"
 
 
 def _list_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:

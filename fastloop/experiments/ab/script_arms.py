@@ -132,7 +132,7 @@ class ScriptArm:
                 raise fault(
                     key,
                     origin,
-                    f"{section} describes a run, and a script's is its own",
+                    f"{section} describes a run, and a script sets up its own",
                     "write only rungs, watch or strict; the script's own settings go into --args",
                 )
         return config

@@ -179,7 +179,7 @@ class _Screen:
         measured = before - after if before and after else None
         rates = Rates(base=tuple(map(_read_rate, base[:2])), arm=tuple(map(_read_rate, arm)))
         pairs, pool = list(zip(rates.base, rates.arm, strict=False)), self.context.pool
-        untested = "not tested: it was not kept for other reasons"
+        untested = "not tested: it was rejected for other reasons"
         return Attempt(
             rung=candidate.rung,
             family=candidate.family,

@@ -193,7 +193,7 @@ class Climb:
         kept = [row.costs for row in self.rows if row.kept and row.costs is not None]
         self.costs = kept[-1] if kept else Costs(**self._read_costs(naive))
         if kept and REPEATED in self.notes:
-            self.naive = self._run_naive(REPEATED, PILOT, "measuring as it is, again", 0.0)
+            self.naive = self._run_naive(REPEATED, PILOT, "measuring the baseline, again", 0.0)
         self._save()
 
     def _read_costs(self, result: Result) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Climb:
 
     def _measure_naive(self) -> Result:
         """As long as needed; a short pilot tells how long that is."""
-        pilot = self._run_naive("00-naive/pilot", PILOT, "measuring as it is", 0.0)
+        pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
         step_ms = pilot.step_ms or 0.0
         self._start_s = max(1.0, pilot.seconds - PILOT.steps * step_ms / 1e3)
         if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
@@ -221,7 +221,9 @@ class Climb:
         took = choose_length(
             step_ms, step_ms, queued=pilot.queued, batches_per_step=max(1.0, batches), warmup=self.warmup
         )
-        naive = self._run_naive("00-naive/as-it-is", took, "measuring as it is", took.seconds(step_ms, self._start_s))
+        naive = self._run_naive(
+            "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self._start_s)
+        )
         self._start_s = max(1.0, naive.seconds - took.steps * (naive.step_ms or 0.0) / 1e3)
         return naive
 
@@ -311,7 +313,7 @@ class Climb:
         if above > ABOVE:
             self.notes[key] = (
                 f"no ceiling: the trial without these costs was slower twice, {rate:.3g} samples/s, and"
-                " is taken for as fast as what it is a part of"
+                " counts as no faster than the run it is part of"
             )
         if above <= 1:
             return result
@@ -335,7 +337,7 @@ class Climb:
         expected = costs.now_ms if whole else costs.replayed_ms or costs.now_ms
         queues: tuple[Stack, int] = (self.stack, costs.workers) if whole else ({}, 0)
         took = self._context.choose_length(expected, expected, *queues, screen=False)
-        what = f"{'measuring as it is' if whole else f'ceiling {variation}'}{', again' if again else ''}"
+        what = f"{'measuring the baseline' if whole else f'ceiling {variation}'}{', again' if again else ''}"
         result = self.runner.run(
             at,
             self.stack,

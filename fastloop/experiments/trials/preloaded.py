@@ -211,20 +211,20 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
     named = command[2:] if command[1:2] == ["-u"] else command[1:]
     script = cwd / named[0] if named and named[0].endswith(".py") else None
     if script is None and named[:1] != ["-m"]:
-        return "options of Python's, or no script"
+        return "Python options, or no script"
     before = greeting.environ
     for name in sorted({*variables, *before}):
         if become.is_read_when_loaded(name) and variables.get(name) != before.get(name):
-            return f"{name} differs, which is read as Python or a library is loaded"
+            return f"{name} differs, which Python or a library reads at startup"
     folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
     if not variables.get("PYTHONSAFEPATH"):
         folders.add(str(cwd if script is None else script.resolve().parent))
     gone = _list_folders(before.get("PYTHONPATH")) - _list_folders(variables.get("PYTHONPATH")) - {*greeting.path}
     for name, root in greeting.roots.items():
         if root is not None and any(Path(root).is_relative_to(each) for each in gone):
-            return f"{name} is imported already, from a folder that is not on its PYTHONPATH"
+            return f"{name} is already imported from a folder that is not on its PYTHONPATH"
     if (shadow := _find_shadow(folders, greeting.roots)) is not None:
-        return f"{shadow} hides what is imported already"
+        return f"{shadow} shadows a module that is already imported"
     return None if script is None else _find_early_variable(script)
 
 
@@ -252,7 +252,7 @@ def _find_early_variable(script: Path) -> str | None:
         return "the script cannot be read"
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     names = (text for text in texts if text.isidentifier() and text.isupper() and become.is_read_when_loaded(text))
-    return next((f"the script names {name}, which is read as a library is loaded" for name in names), None)
+    return next((f"the script names {name}, which a library reads at import" for name in names), None)
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def _cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) 
         name = _name(-code)
         guess = ": out of memory, or killed from outside" if name == "SIGKILL" else ""
         return f"killed by {name}{at}{guess}"
-    last = tail.splitlines()[-1].strip() if tail else "it said nothing"
+    last = tail.splitlines()[-1].strip() if tail else "it printed nothing"
     return f"exit code {code}{at}: {last}"
 
 

@@ -32,7 +32,7 @@ CHILD = "fastloop.experiments.trials.trial_process"
 TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
 NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """What a trial writes into its directory beside the files of a run."""
-UNWRITTEN = "checkpoints outside of the run directories were left alone: the time of writing them is missing"
+UNWRITTEN = "checkpoints outside of the run directories were not written, so the time for that is missing"
 PER_RANK = ("ledger*.json", "gradients*.pt", f"{supervise.BEAT}.*")
 
 _NOT_FOR_CHILDREN = (

@@ -63,7 +63,7 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     steps, before = _trace_back(_argument(softmax, 0, "input"))
     product = before[-1] if before else None
     if product is None:
-        raise NoMatch("its softmax is not taken of a product of queries and keys")
+        raise NoMatch("its softmax input is not a product of queries and keys")
     found = _read_products(product, result, weights)
     found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
     _check_types(product, found)
@@ -79,7 +79,7 @@ def _check_dim(softmax: Node) -> None:
     scores = _example(softmax)
     dim = _argument(softmax, 1, "dim")
     if not isinstance(dim, int) or dim not in (-1, scores.dim() - 1):
-        raise NoMatch("its softmax is not taken over the last dimension")
+        raise NoMatch("its softmax is not over the last dimension")
     if not 2 <= scores.dim() <= 4:
         raise NoMatch(f"its scores have {scores.dim()} dimensions")
 
@@ -98,7 +98,7 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
         if name == "dropout":
             rate, on = _argument(user, 1, "p", 0.5), _argument(user, 2, "training", True)
             if not isinstance(on, bool) or dropout:
-                raise NoMatch("its weights are dropped twice, or by a switch that the graph computes")
+                raise NoMatch("its weights have two dropouts, or one that the graph switches")
             dropout = rate if on else 0.0
         elif name not in CASTS and not _swaps(user):
             raise NoMatch(f"its weights go through {name}")
@@ -115,7 +115,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Node, Any]], list[Node]]:
         NoMatch: nothing leads to a product, or a value on the way is used elsewhere.
     """
     if not isinstance(node, Node) or not isinstance(node.meta.get("example_value"), torch.Tensor):
-        raise NoMatch("its softmax is not taken of a product of queries and keys")
+        raise NoMatch("its softmax input is not a product of queries and keys")
     if len(node.users) != 1:
         raise NoMatch("its scores are used elsewhere, too")
     name = name_of(node) or ""
@@ -167,7 +167,7 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
             added, beta = by
             if (beta := _read_number(beta, constants)) != 0:
                 if beta != 1:
-                    raise NoMatch("its baddbmm adds a multiple")
+                    raise NoMatch("its baddbmm scales what it adds")
                 found.added.append((added, False))
         elif what in ("scale", "divide"):
             if found.added:
@@ -177,7 +177,7 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
             elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
                 found.scale_by.append((by, what == "divide"))
             else:
-                raise NoMatch("its scores are scaled one by one")
+                raise NoMatch("its scores are not scaled by a single number")
         elif what in ("add", "subtract"):
             if number is None:
                 found.added.append((by, what == "subtract"))
@@ -185,7 +185,7 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
             mask, value = by
             fill = _read_number(value, constants)
             if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
-                raise NoMatch("what it puts in place of masked scores is no large negative number")
+                raise NoMatch("it does not fill masked scores with a large negative number")
             (found.barred if what == "bar" else found.allowed).append(mask)
     if found.scale <= 0:
         raise NoMatch("its scale is not positive")
@@ -279,7 +279,7 @@ def _read_result(result: Node, weights: Node) -> tuple[Node, tuple[int, ...] | N
     _check_batches(left, right)
     swapped = _count_swaps(weights) % 2 == 1
     if (left is weights) == swapped or (left is not weights and right is not weights):
-        raise NoMatch("its weights are multiplied from the other side")
+        raise NoMatch("its weights are not the left factor of the product")
     value = right if left is weights else left
     assert isinstance(value, Node)
     if not swapped:
@@ -293,7 +293,7 @@ def _read_result(result: Node, weights: Node) -> tuple[Node, tuple[int, ...] | N
 def _check_batches(left: Any, right: Any) -> None:
     a, b = _example(left), _example(right)
     if a.dim() != b.dim() or a.dim() < 2 or tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
-        raise NoMatch("one of its products spreads heads or samples over others")
+        raise NoMatch("one of its products broadcasts heads or samples")
 
 
 def _read_einsum_scores(product: Node) -> tuple[Node, Node]:
@@ -303,7 +303,7 @@ def _read_einsum_scores(product: Node) -> tuple[Node, Node]:
     nodes = operands if query in first else operands[::-1]
     inner = [letter for letter in of_query if letter in of_key and letter not in batch]
     if len(inner) != 1 or query in of_key or key in of_query or len({*out, *inner}) != len(out) + 1:
-        raise NoMatch("its einsum is no product of queries and keys")
+        raise NoMatch("its einsum is not a product of queries and keys")
     return (
         _permute(nodes[0], of_query, [*batch, query, *inner]),
         _permute(nodes[1], of_key, [*batch, key, *inner]),
@@ -313,14 +313,14 @@ def _read_einsum_scores(product: Node) -> tuple[Node, Node]:
 def _read_einsum_result(result: Node, weights: Node) -> tuple[Node, tuple[int, ...] | None]:
     (first, second), out, operands = _parse_einsum(result)
     if _count_swaps(weights) % 2 or weights not in operands:
-        raise NoMatch("its weights are turned around before an einsum")
+        raise NoMatch("its weights are transposed before an einsum")
     of_weights, of_value = (first, second) if operands[0] is weights else (second, first)
     node = operands[1] if operands[0] is weights else operands[0]
     *batch, query, key = list(of_weights)
     width = [letter for letter in of_value if letter not in of_weights]
     plain = [*batch, query, *width]
     if len(width) != 1 or query in of_value or key in out or sorted(plain) != sorted(out):
-        raise NoMatch("its einsum is no product of weights and values")
+        raise NoMatch("its einsum is not a product of weights and values")
     order = tuple(plain.index(letter) for letter in out)
     return _permute(node, of_value, [*batch, key, *width]), order if out != "".join(plain) else None
 
@@ -337,7 +337,7 @@ def _parse_einsum(node: Node) -> tuple[tuple[str, str], str, list[Node]]:
         or "." in equation
         or "->" not in equation
     ):
-        raise NoMatch("its einsum is no product of two tensors")
+        raise NoMatch("its einsum is not a product of two tensors")
     if any(len(set(part)) != len(part) for part in parts):
         raise NoMatch("its einsum takes a diagonal")
     return (parts[0], parts[1]), parts[2], operands  # type: ignore[return-value]
@@ -345,7 +345,7 @@ def _parse_einsum(node: Node) -> tuple[tuple[str, str], str, list[Node]]:
 
 def _permute(node: Node, letters: str, wanted: list[str]) -> Node:
     if sorted(letters) != sorted(wanted):
-        raise NoMatch("one of its products spreads heads or samples over others")
+        raise NoMatch("one of its products broadcasts heads or samples")
     if list(letters) == wanted:
         return node
     order = [letters.index(letter) for letter in wanted]
@@ -359,7 +359,7 @@ def _check_types(product: Node, found: Found) -> None:
     scores, out = _example(product).dtype, _example(found.result).dtype
     given = {_example(each).dtype for each in (found.query, found.key, found.value)}
     if given != {out} and scores != out:
-        raise NoMatch(f"its products are of several types: {scores} and {out}")
+        raise NoMatch(f"its products have different dtypes: {scores} and {out}")
 
 
 def _count_swaps(node: Node) -> int:
@@ -395,5 +395,5 @@ def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:
 def _example(node: Any) -> torch.Tensor:
     example = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(example, torch.Tensor):
-        raise NoMatch("it has an argument that is no tensor")
+        raise NoMatch("one of its arguments is not a tensor")
     return example

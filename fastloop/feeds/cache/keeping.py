@@ -88,9 +88,9 @@ class Keeper:
             self._warn(f"samples that hold {reason} are not kept")
         except StoreFull as reason:
             why = f" ({reason})" if str(reason) else ""
-            self._warn(f"the store of samples is full{why}: what is not in it is made anew each time")
+            self._warn(f"the sample store is full{why}: samples that are not in it are made each time")
         except ServerAway as reason:
-            self._warn(f"{reason}: samples are made anew until it does")
+            self._warn(f"{reason}: samples are made each time until it does")
         return None
 
     def _warn(self, line: str) -> None:

@@ -144,7 +144,7 @@ def make_engine(
 def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:
     crop = recipe.crop
     if crop is None and len(np.unique(pictures.sizes, axis=0)) > 1:
-        raise NotApplicable("the pictures have several sizes, and no crop that makes them one")
+        raise NotApplicable("the pictures differ in size, and no crop makes them equal")
     if isinstance(crop, RandomCrop):
         left, top, right, bottom = crop.padding
         if (pictures.sizes + [top + bottom, left + right] < crop.size).any():
@@ -171,6 +171,6 @@ def prove(engine: DeviceEngine, dataset: Any, source: ImageSource) -> None:
     if not torch.equal(images.cpu(), expected[0].as_subclass(torch.Tensor)) or not torch.equal(
         labels.cpu(), expected[1]
     ):
-        raise NotApplicable("a batch made on the device is not the one that the dataset makes")
+        raise NotApplicable("a batch made on the device differs from the dataset's")
     if not same_draws:
-        raise NotApplicable("a batch made on the device uses other random numbers than the dataset's transforms")
+        raise NotApplicable("a batch made on the device uses different random numbers than the dataset's transforms")

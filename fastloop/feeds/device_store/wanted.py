@@ -132,7 +132,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
     if draws is not None and draws <= loader.images.count:
-        return f"the run asks for {draws:,} samples of {loader.images.count:,}: hardly one twice"
+        return f"the run asks for {draws:,} samples of {loader.images.count:,}: hardly any twice"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"

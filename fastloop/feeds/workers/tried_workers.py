@@ -76,7 +76,7 @@ def _open(content: bytes) -> Any:
         raise
     except Exception as error:
         let_through(error)
-        return Unsent(f"what workers send cannot be put together again: {_describe(error)}", False)
+        return Unsent(f"what workers send cannot be unpickled: {_describe(error)}", False)
 
 
 class _Order:
@@ -124,7 +124,7 @@ class _Send:
             let_through(error)
             if _is_full(error):
                 return Unsent(_describe(error), True)
-            return Unsent(f"workers cannot send what the loader's batches are made of: {_describe(error)}", False)
+            return Unsent(f"workers cannot send the loader's batches: {_describe(error)}", False)
 
     def _note(self, worker: int) -> None:
         if not self._is_first:
@@ -280,7 +280,7 @@ class TriedWorkers:
             if waited_s >= LIMIT_S:
                 raise FastLoopError(
                     got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
-                    why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait for ever",
+                    why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait forever",
                     do="look at that line; where it works without workers (locks and threads do not survive a fork),"
                     f" write {self._turn_off}",
                 )

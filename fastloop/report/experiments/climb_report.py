@@ -201,7 +201,7 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
     rows = [(name, number(first.get(name)), number(last.get(name))) for name in {**first, **last}]
     notes = "".join(f"; {name} {how}" for name, how in climb_rows.list_notes(climb).items())
     note = (
-        f"Each from a trial with a cost taken away{notes}. With other arithmetic the top may pass those of the start."
+        f"Each is from a trial with a cost removed{notes}. With other arithmetic the top may exceed those of the start."
     )
     return Table(
         title="Ceilings",

@@ -122,7 +122,7 @@ def make_table(climb: ClimbFile) -> Table:
     head = ("rung (family)", "step ms", "predicted", "saved ms", "interval", "error %", "parity", "outcome")
     note = (
         "Saved milliseconds of an optimizer step. Each rung was screened with few runs, and winners were kept: such"
-        " figures flatter. They tell which rung to keep, not how fast the top is."
+        " figures are optimistic. They tell which rung to keep, not how fast the top is."
     )
     return Table(
         title="Rungs, in the order of the climb",

@@ -139,7 +139,7 @@ PLANTED: dict[str, tuple[Callable[..., object], str]] = {
     "kept": (lambda module, batch, index, loss: setattr(module, "last", loss.detach()), "Step.last"),
     "list": (lambda module, batch, index, loss: module.ended.append(loss.detach()), "a list that the model keeps"),
     "buffer": (lambda module, batch, index, loss: setattr(module, "average", loss.detach()), "a dict that the model"),
-    "random": (lambda *_: random.random(), "random numbers of the host"),
+    "random": (lambda *_: random.random(), "host random numbers"),
 }
 
 
@@ -157,7 +157,7 @@ def test_what_a_replay_would_leave_out_is_refused(planted: str) -> None:
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "sync": ({"syncs": ["train.py:9: loss.item()"]}, "waits for the device: train.py:9: loss.item()"),
     "capture": ({"raises": RuntimeError("operation not permitted")}, "RuntimeError: operation not permitted"),
-    "wrong": ({"error": 0.1}, "what is replayed is not what the step computes"),
+    "wrong": ({"error": 0.1}, "the replay does not match the step"),
 }
 
 
@@ -183,7 +183,7 @@ def test_replays_that_are_slower_are_the_users_own_wish(
     watcher, _ = fit({"host": {"step_graph": asked}}, ours, models.loader(24))
     found = evidence(watcher, "host")
     assert (found["replayed_steps"] > 0) is replayed
-    assert replayed or found["graph_refused"].startswith("the device is busy without it")
+    assert replayed or found["graph_refused"].startswith("the device is busy already")
     assert verdict(watcher, "host").took is True, "the rest of the rung did"
 
 
@@ -215,7 +215,7 @@ def test_batches_that_are_never_alike_are_given_up() -> None:
     batches = [(x, x.sum(1, keepdim=True)) for x in lengths]
     ours = seeded(Step)
     watcher, _ = fit(GRAPH, ours, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    assert "other shapes" in evidence(watcher, "host")["graph_refused"]
+    assert "batch shapes" in evidence(watcher, "host")["graph_refused"]
     assert len(ours.ended) == 3 * MOST_SHAPES
 
 

@@ -47,7 +47,7 @@ def notes(loop: FastLoop) -> list[str]:
     return [note for step in loop.plan.planned for note in step.change.notes]
 
 
-LOST = "a run that is resumed in the middle of an epoch starts it anew: "
+LOST = "a run resumed in mid-epoch starts that epoch over: "
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_several_loaders(tmp_path: Path) -> None:
     def make() -> CombinedLoader:
         return CombinedLoader({"a": shuffled(), "b": shuffled()}, "min_size")
 
-    with pytest.warns(UserWarning, match="with several train loaders, a run that is resumed .* starts it anew"):
+    with pytest.warns(UserWarning, match="with several train loaders, a run resumed .* starts that epoch over"):
         fit(FEED, make(), seed=5, save=tmp_path, module=Both(), max_epochs=1)
     assert place(tmp_path / "step=2.ckpt") is None
 

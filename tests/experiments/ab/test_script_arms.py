@@ -256,7 +256,9 @@ def test_the_configuration_is_the_callbacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.gradient_clip_val \(patch\.yaml:3\)\n  why trainer describes"):
         arm(more=("patch.yaml",)).config()
     for override in ("run.max_steps=5", "recipe.size=tiny"):
-        with pytest.raises(ConfigError, match=r"\(command line\)\n  why (run|recipe) describes a run, and a script's"):
+        with pytest.raises(
+            ConfigError, match=r"\(command line\)\n  why (run|recipe) describes a run, and a script sets"
+        ):
             arm(overrides=(override,)).config()
     with pytest.raises(ConfigError, match=r"rungs\.worker \(command line\)"):
         arm(overrides=("rungs.worker.count=2",)).run("arm", tmp_path / "a", Ask())

@@ -36,7 +36,7 @@ def measured(**content: Any) -> Measurement:
     ("measurement", "rung", "why"),
     [
         (read_result(LOADER | {"num_workers": 4}), "workers", "the loader already has 4 workers; your number stands"),
-        (read_result(LOADER | {"map_style": False}), "workers", "an iterable dataset would be read whole"),
+        (read_result(LOADER | {"map_style": False}), "workers", "an iterable dataset would be read as a whole"),
         (read_result(LOADER | {"pin_memory": True}), "pin", "the loader already pins its memory"),
         (read_result(precision="bf16-mixed"), "amp", "the Trainer already runs precision bf16-mixed"),
         (read_result(model=MODEL | {"attends_by_hand": 0}), "attention", "no module takes a softmax between two"),

@@ -71,13 +71,13 @@ def test_it_reads_from_the_descriptor_it_is_given_and_else_from_nothing(tmp_path
     [
         ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
         ("raise ValueError('wrong number')", "exit code 1: ValueError: wrong number"),
-        ("import sys; sys.exit(3)", "exit code 3: it said nothing"),
+        ("import sys; sys.exit(3)", "exit code 3: it printed nothing"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         (
             "import os; open('beat', 'w').write('5 9'); os.kill(os.getpid(), 9)",
             "killed by SIGKILL at step 5: out of memory, or killed from outside",
         ),
-        ("import os; open('beat', 'w').write('5 9'); os._exit(1)", "exit code 1 at step 5: it said nothing"),
+        ("import os; open('beat', 'w').write('5 9'); os._exit(1)", "exit code 1 at step 5: it printed nothing"),
     ],
 )
 def test_the_cause_of_death_is_told(code: str, cause: str, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_what_an_earlier_command_left_counts_for_nothing(tmp_path: Path) -> None
     (tmp_path / "beat").write_text("99 100")
     (tmp_path / "stderr.txt").write_text("an old error\n")
     found = ended("import sys; sys.exit(2)", tmp_path)
-    assert found.last_step is None and found.cause == "exit code 2: it said nothing"
+    assert found.last_step is None and found.cause == "exit code 2: it printed nothing"
 
 
 RANKS = """

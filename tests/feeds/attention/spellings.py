@@ -198,8 +198,8 @@ class Gate(nn.Module):
 
 LEFT: dict[type[nn.Module], str] = {
     ReturnsWeights: "its weights are used elsewhere, too",
-    OtherDimension: "its softmax is not taken over the last dimension",
-    SmallFill: "what it puts in place of masked scores is no large negative number",
+    OtherDimension: "its softmax is not over the last dimension",
+    SmallFill: "it does not fill masked scores with a large negative number",
     Gate: "its scores go through linear",
 }
 """What one call does not compute, and the reason given."""

@@ -69,9 +69,12 @@ class Refuses(Memory):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (StoreFull(""), "the store of samples is full: what is not in it is made anew each time"),
-        (StoreFull("No space left"), "the store of samples is full (No space left): what is not in it is made anew"),
-        (ServerAway("the server at x does not answer (y)"), "does not answer (y): samples are made anew until it does"),
+        (StoreFull(""), "the sample store is full: samples that are not in it are made each time"),
+        (StoreFull("No space left"), "the sample store is full (No space left): samples that are not in it are made"),
+        (
+            ServerAway("the server at x does not answer (y)"),
+            "does not answer (y): samples are made each time until it does",
+        ),
     ],
 )
 def test_what_a_store_cannot_do_is_one_line(error: Exception, line: str) -> None:

@@ -204,7 +204,7 @@ def test_eight_megabytes_in_earnest(tmp_path: Path) -> None:
     warned, hits, misses, line = first.split(" ", 3)
     assert (warned, last) == ("1", "[]"), done.stderr
     assert int(hits) + int(misses) == 80 and 10 <= int(hits) <= 16
-    assert "the store of samples is full (No space left on device)" in line
+    assert "the sample store is full (No space left on device)" in line
 
 
 def test_no_room_for_the_table_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_processes_decode_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("cifar10", {"most_bytes": 20_000}, "12 pictures take about .* GB, and 2e-05 GB of the device's memory"),
         ("too large a crop", {}, "pictures smaller than the crop of 60 x 60"),
-        ("no size", {}, "several sizes, and no crop"),
+        ("no size", {}, "differ in size, and no crop"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, transform: str, settings: dict[str, Any], why: str) -> None:
@@ -170,8 +170,8 @@ def test_a_dataset_that_does_more_is_found_out(tmp_path: Path) -> None:
     transform = v1.Compose([v1.CenterCrop(20), v1.ToTensor()])
     for more, why in (
         (lambda image: image, None),
-        (lambda image: image * 2, "not the one that the dataset makes"),
-        (draw_one_more, "uses other random numbers"),
+        (lambda image: image * 2, "differs from the dataset's"),
+        (draw_one_more, "uses different random numbers"),
     ):
         dataset = Odd(draw_folder(tmp_path), transform)
         dataset.more = more  # type: ignore[method-assign]

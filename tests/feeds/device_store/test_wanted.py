@@ -85,7 +85,7 @@ def test_plan() -> None:
         ({}, {"images": "TensorDataset is no ImageFolder"}, "TensorDataset is no ImageFolder"),
         ({}, {"engine": "DALI"}, "DALI loads already"),
         ({}, {"custom_collate": True}, "code of yours makes the batches"),
-        ({"max_epochs": 1}, {"batches": 10, "batch_size": 8}, "asks for 80 samples of 50,000: hardly one twice"),
+        ({"max_epochs": 1}, {"batches": 10, "batch_size": 8}, "asks for 80 samples of 50,000: hardly any twice"),
         ({}, {"stateful": True}, "keeps their place"),
         ({}, {"may_change": ("Own.set_epoch",)}, "may change between epochs: Own.set_epoch"),
         ({}, {"sampler_hazards": ("it looks at losses",)}, "it looks at losses"),
@@ -192,7 +192,7 @@ def test_what_cannot_be_proven_is_left_to_the_loader(
     monkeypatch.setattr(DeviceEngine, "make", lambda self, indices: [torch.zeros(3, 3, 20, 20), torch.zeros(3)])
     plain, ours = both(ON_DEVICE, photos, Classifier, max_epochs=1)
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
-    assert ours.reason("cache") is not None and "is not the one that the dataset makes" in ours.reason("cache")
+    assert ours.reason("cache") is not None and "differs from the dataset's" in ours.reason("cache")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])

@@ -114,9 +114,9 @@ def collate_one_way(samples: Any) -> Any:
 @pytest.mark.parametrize(
     ("collate", "why"),
     [
-        (collate_local, "workers cannot send what the loader's batches are made of: AttributeError: Can't"),
-        (collate_local_late, "workers cannot send what the loader's batches are made of: AttributeError: Can't"),
-        (collate_one_way, "what workers send cannot be put together again: ValueError: not in this process"),
+        (collate_local, "workers cannot send the loader's batches: AttributeError: Can't"),
+        (collate_local_late, "workers cannot send the loader's batches: AttributeError: Can't"),
+        (collate_one_way, "what workers send cannot be unpickled: ValueError: not in this process"),
     ],
 )
 def test_what_cannot_be_sent_is_made_here_in_the_same_order(collate: Any, why: str, persistent: bool) -> None:

@@ -150,11 +150,11 @@ def ceilings(content: dict[str, Any]) -> Table:
 
 def test_a_ceiling_that_no_trial_has_measured_says_so() -> None:
     measured = CLIMBS["climbed"]()
-    assert ceilings(measured).note.startswith("Each from a trial with a cost taken away. ")
+    assert ceilings(measured).note.startswith("Each is from a trial with a cost removed. ")
     notes = {"resident": "as replayed: copies take 1 ms", "resident_top": "as replayed: copies take 2 ms"}
     content = measured | {"ceilings_notes": notes}
     assert ceilings(content).note.startswith(
-        "Each from a trial with a cost taken away; resident batch as replayed: copies take 1 ms; resident batch of the"
+        "Each is from a trial with a cost removed; resident batch as replayed: copies take 1 ms; resident batch of the"
         " top as replayed: copies take 2 ms. "
     )
     assert any(

@@ -75,5 +75,5 @@ def test_the_table_holds_figures_parity_and_outcome() -> None:
     )
     assert table.rows[3][1:6] == ("167 to n/a", "30", "n/a", "n/a", "n/a")
     assert table.rows[3][7].startswith("rolled back: no graph was compiled")
-    assert table.rows[6][6] == "approximate, FAILED" and "flatter" in table.note
+    assert table.rows[6][6] == "approximate, FAILED" and "optimistic" in table.note
     assert climb_rows.make_table(opened({})).note == "n/a: no rung was tried."

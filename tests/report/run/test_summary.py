@@ -20,7 +20,7 @@ BOAST = re.compile(r"speed[- ]?ups?|faster|speeds? up|\d\s*(x|times) (as fast|th
 WAITS = Finding(
     bottleneck="data_wait",
     share_pct=82.0,
-    why="the device had nothing to do for 8 of 10 ms",
+    why="the device was idle for 8 of 10 ms",
     patch={"rungs": {"workers": {"enabled": True, "count": 3}}},
     ceiling_gain_pct=400.0,
     title="STARVED BY DATA",
@@ -55,7 +55,7 @@ def test_the_whole() -> None:
     lines = summary.lines(SEEN, planned("workers", "amp"), verdicts, [WAITS], report="runs/x/report.md")
     assert lines == [
         "fastloop STARVED BY DATA   2x cuda   steps 20-60",
-        "  the device had nothing to do for 8 of 10 ms",
+        "  the device was idle for 8 of 10 ms",
         "step 10.0 ms |WWWWWWWWWWWWWWWWWW....| Wait 8.2  ...not split 1.84",
         "1,235 samples/s   lead 3.1 ms   GPU fed 18 %   watching cost 3.4 us a step",
         "if data were free: at most 6,173 samples/s (an estimate)",
@@ -237,7 +237,7 @@ def test_the_first_screen_of_the_naive_resnet50() -> None:
     lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",))
     assert lines == [
         "fastloop STARVED BY DATA   resnet50 64 x 4 32-true   1x H200   steps 50-250",
-        "  the GPU had nothing to do for 86 % of each step: Python was decoding JPEGs",
+        "  the GPU was idle for 86 % of each step: Python was decoding JPEGs",
         "step 197.5 ms |WWWWWWWWWWWWWWWWWWWfbb| Wait 170  h2d 3.9  fwd 7.6  bwd 14.4  others 2",
         "324 samples/s   lead 0.0 ms   GPU fed 14 % (NVML busy 13 %)   0.577 J/sample   watching cost 18.0 us a step",
         "7.9 TFLOP/s = 11.8 % of fp32 and 0.8 % of bf16   tensor cores 2 % active",

@@ -244,11 +244,11 @@ class MicroBatches:
             if self.find_whole(batch) is not batch and self._came_apart is not None:
                 raise CannotSplit(self._came_apart[1])
             if own is None or (window is not None and len(set(window[0])) > 1):
-                raise CannotSplit("the first batches are not all of one size")
+                raise CannotSplit("the first batches differ in size")
             take(own)
         except CannotSplit as reason:
             # All ranks must ask each other, or none.
-            own, sizes, why = own or 1, [own or 1], f"nothing was searched: {reason}"
+            own, sizes, why = own or 1, [own or 1], f"no search: {reason}"
             search.skip = lambda: why
         else:
             sizes = list_sizes(own, batches)
@@ -313,14 +313,14 @@ class MicroBatches:
                 return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
             # A search found that the user's own batch does not fit.
             reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss)
-            return reason or (weighing and "the loss is a mean over tokens, and is weighed by samples in a window")
+            return reason or (weighing and "the loss is a mean over tokens, but a window weights it by samples")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
         """Why windows are not merged in this run, on any rank."""
         if not strategy.reduce_boolean_decision(reason is None, all=True):
             reason = reason or "another rank must not merge its first window"
         if reason is not None and self.strict:
-            do = f"turn rungs.{self.rung} off, or strict to train batch by batch"
+            do = f"turn rungs.{self.rung} off, or turn strict off to train batch by batch"
             raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=reason, do=do)
         return reason
 
@@ -331,7 +331,7 @@ class MicroBatches:
             pieces = cut(batch, self.micro, window, whole_batches=self.groups is not None and window is not None)
         except CannotSplit as reason:
             if self.strict:
-                do = f"turn rungs.{self.rung} off, or strict to train with whole batches"
+                do = f"turn rungs.{self.rung} off, or turn strict off to train with whole batches"
                 raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=str(reason), do=do) from None
             self.uncut, self.problem = self.uncut + 1, self.problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.

@@ -70,7 +70,7 @@ def explain_difference(
     try:
         seen = _sample(strategy, own, merged, take_loss, groups, means)
     except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
-        return f"accumulated and merged could not be compared: {_say(error)}"
+        return f"could not compare accumulated and merged gradients: {_say(error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     if not compares:
@@ -78,9 +78,9 @@ def explain_difference(
     together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
     reason, apart = _judge(strategy, seen.own, [piece.weight for piece in own], together)
     if reason is not None or apart is None:
-        return reason and f"accumulated and merged could not be compared: {reason}"
+        return reason and f"could not compare accumulated and merged gradients: {reason}"
     if seen.drew:
-        return f"training_step draws random numbers of its own: accumulated and merged differ by {apart:.1e}"
+        return f"training_step draws its own random numbers: accumulated and merged gradients differ by {apart:.1e}"
     return f"the loss is not a mean over samples: the merged gradient differs by {apart:.1e}"
 
 
@@ -103,10 +103,10 @@ def weigh_pieces(
                 return None, None  # nothing smaller could be compared
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss)
-        return f"whole and cut could not be compared: {_say(error)}", None
+        return f"could not compare whole and split gradients: {_say(error)}", None
     reason, apart = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     if reason is not None or apart is None:
-        return reason and f"whole and cut could not be compared: {reason}", None
+        return reason and f"could not compare whole and split gradients: {reason}", None
     found: dict[float, Weighing] = {}
     for counter in list_counters(batch, strategy.lightning_module):
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
@@ -117,8 +117,11 @@ def weigh_pieces(
     if found:
         return None, found[min(found)]
     if seen.drew:
-        return f"training_step draws random numbers of its own: whole and cut differ by {apart:.1e}", None
-    return f"the loss couples samples, or is no mean over them: the gradient of the pieces differs by {apart:.1e}", None
+        return f"training_step draws its own random numbers: whole and split gradients differ by {apart:.1e}", None
+    return (
+        f"the loss compares samples or is not a mean over them: the gradient of the pieces differs by {apart:.1e}",
+        None,
+    )
 
 
 def _find_token_means(

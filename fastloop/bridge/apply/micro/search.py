@@ -172,7 +172,7 @@ class _Run:
         else:
             least = min(self.sizes)
             fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"
-            why = f"{fits} into the memory beside the optimizer's state"
+            why = f"{fits} in memory next to the optimizer's state"
         self.given.warn(f"your own micro-batch of {self.own} stays: {why}")
         return FoundSize(size=self.own, why=why)
 

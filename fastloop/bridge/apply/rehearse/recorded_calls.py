@@ -258,7 +258,7 @@ class Player:
     def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: Played) -> None:
         found = [each for each in _find_tensors(output) if each.is_floating_point()]
         if not found:
-            raise NotApplicable(f"{call.name or 'the module'} returns no tensor that could be compared")
+            raise NotApplicable(f"{call.name or 'the module'} returns no tensor to compare")
         if live := [(place, each) for place, each in enumerate(found) if each.requires_grad]:
             self._run_backward(index, call, module, inputs, live, played)
         played.outputs += [each.detach() for each in found]
@@ -289,7 +289,7 @@ class Player:
             made = torch.randn(output.shape, generator=self._random, device=output.device)
             self._cotangents[key] = made if output.dim() else torch.ones_like(made)
         if (usual := self._cotangents[key]).shape != output.shape:
-            raise ValueError(f"an output has another shape: {tuple(output.shape)} in place of {tuple(usual.shape)}")
+            raise ValueError(f"an output has a different shape: {tuple(output.shape)} instead of {tuple(usual.shape)}")
         return usual.to(output.dtype)
 
     @contextlib.contextmanager
@@ -376,7 +376,7 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
     """
     shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"the outputs have other shapes: {shapes[1]} in place of {shapes[0]}")
+        raise ValueError(f"the outputs have different shapes: {shapes[1]} instead of {shapes[0]}")
     names = unchanged.gradients.keys() | changed.gradients.keys()
     pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
     outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))

@@ -118,7 +118,7 @@ class Rehearsal:
         """Read what the modules compute and take as the user wrote them; why they cannot be played again, if so."""
         problem = self._recorder.problem
         if not self.site.facts.plain_gradients:
-            problem = f"under {self.site.facts.strategy} a module's call is part of an exchange between ranks"
+            problem = f"under {self.site.facts.strategy} ranks exchange data inside a module's call"
         elif problem is None and not self._recorder.calls:
             problem = "no module with parameters was called in the first step"
         if problem is None:
@@ -132,7 +132,7 @@ class Rehearsal:
                     self._budget.play_s = time.perf_counter() - began
                     self._budget.base_ms = self._read_ms(self._base.ms, BASE_SHARE)
             except Exception as error:
-                problem = f"its calls cannot be played again: {_explain(error)}"
+                problem = f"its calls cannot be replayed: {_explain(error)}"
         problems, times_ms = zip(*gather(self.site.trainer, (problem, self._budget.base_ms)), strict=True)
         self._budget.base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)

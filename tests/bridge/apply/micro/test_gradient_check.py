@@ -118,9 +118,9 @@ class Broken(Net):
     ("module", "why"),
     [
         (Contrast, "the loss is not a mean over samples: the merged gradient differs by "),
-        (OfEight, "accumulated and merged could not be compared: RuntimeError: "),
-        (Noisy, "training_step draws random numbers of its own: accumulated and merged differ by "),
-        (Skips, "accumulated and merged could not be compared: ValueError: training_step returned no loss"),
+        (OfEight, "could not compare accumulated and merged gradients: RuntimeError: "),
+        (Noisy, "training_step draws its own random numbers: accumulated and merged gradients differ by "),
+        (Skips, "could not compare accumulated and merged gradients: ValueError: training_step returned no loss"),
     ],
 )
 def test_what_else_is_left_as_it_was(module: Any, why: str) -> None:
@@ -128,13 +128,13 @@ def test_what_else_is_left_as_it_was(module: Any, why: str) -> None:
     assert ours.verdict("batch").took is False
     assert ours.verdict("batch").why.startswith(f"windows run batch by batch: {why}")
     assert accumulated_like(plain, ours)
-    with pytest.raises(FastLoopError, match="strict to train batch by batch"):
+    with pytest.raises(FastLoopError, match="strict off to train batch by batch"):
         run(MERGE, EVEN(), module, max_epochs=1, strict=True, **ACCUMULATE)
 
 
 def test_a_gradient_that_is_no_number() -> None:
     ours = run(MERGE, EVEN(), Broken, max_epochs=1, **ACCUMULATE)
-    assert "could not be compared: the gradient is not finite" in ours.verdict("batch").why
+    assert "could not compare accumulated and merged gradients: the gradient is not finite" in ours.verdict("batch").why
 
 
 def test_the_users_own_error_arrives_once_and_as_it_is() -> None:

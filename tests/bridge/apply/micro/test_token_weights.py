@@ -76,13 +76,13 @@ def logged(rungs: Any, module: Any, **settings: Any) -> tuple[Any, list[Any]]:
 def test_token_means(module: Any, settings: Any, counted: str) -> None:
     plain, theirs = logged(None, module, **settings)
     ours, own = logged(SPLIT, module, **settings)
-    assert ours.verdict("batch").took is True and f"weighed by {counted}" in ours.verdict("batch").why
+    assert ours.verdict("batch").took is True and f"weighted by {counted}" in ours.verdict("batch").why
     assert plain.trainer.global_step == ours.trainer.global_step >= 12
     assert distance(plain, ours) < 1e-6 and ours.record.rates == plain.record.rates
     assert len(theirs) == len(own) > 3
     for (step, values), (other_step, others) in zip(theirs, own, strict=True):
         assert step == other_step and others == pytest.approx(values, rel=2e-6), step
-    # The control: weighed by samples, weights and logged values are others.
+    # The control: weighted by samples, weights and logged values are others.
     blind, wrong = logged(BLIND, module, **settings)
     assert distance(plain, blind) > 1e-4
     assert wrong[0][1]["loss"] != pytest.approx(theirs[0][1]["loss"], rel=1e-3)
@@ -95,7 +95,7 @@ def test_token_means_with_the_scaler_of_float16() -> None:
     plain, _ = logged(None, Logs, plugins=plugins(), gradient_clip_val=0.05)
     ours, _ = logged(SPLIT, Logs, plugins=plugins(), gradient_clip_val=0.05)
     blind, _ = logged(BLIND, Logs, plugins=plugins(), gradient_clip_val=0.05)
-    assert "weighed by" in ours.verdict("batch").why
+    assert "weighted by" in ours.verdict("batch").why
     assert distance(plain, ours) < 5e-3 < distance(plain, blind)
 
 
