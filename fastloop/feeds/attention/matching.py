@@ -6,13 +6,15 @@ between is named by what it does, so that it does not matter how it was written 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
-from fastloop.feeds.attention.constants import Constants, Unknown, name_of, read_size
+from fastloop.feeds.attention.changes import is_changed_between
+from fastloop.feeds.attention.constants import Constants, Unknown, name_of, read_size, swaps
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
 CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")
@@ -67,6 +69,8 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     found = _read_products(product, result, weights)
     found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
     _check_types(product, found)
+    if is_changed_between(found.between, result):
+        raise NoMatch("something it takes is changed in place before its result is there")
     _read_steps(steps, found, constants)
     _find_causal(found, product, constants)
     return found
@@ -100,7 +104,7 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
             if not isinstance(on, bool) or dropout:
                 raise NoMatch("its weights are dropped twice, or by a switch that the graph computes")
             dropout = rate if on else 0.0
-        elif name not in CASTS and not _swaps(user):
+        elif not _casts(user) and not swaps(user):
             raise NoMatch(f"its weights go through {name}")
         weights = user
 
@@ -138,11 +142,11 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
     """How a node may be read: what it does to the scores, which argument these are, and by what it does it."""
     first, second = _argument(node, 0, "input"), _argument(node, 1, "other")
     plain = name.strip("_").removeprefix("i") if name.strip("_").startswith("i") else name.strip("_")
-    if name in CASTS:
+    if _casts(node):
         return [("cast", first, None)]
     if plain in ("mul", "multiply"):
         return [("scale", first, second), ("scale", second, first)]
-    if plain in ("div", "truediv", "divide", "true_divide"):
+    if plain in ("div", "truediv", "divide", "true_divide") and not node.kwargs.get("rounding_mode"):
         return [("divide", first, second)]
     if plain == "add" and _argument(node, 2, "alpha", 1) == 1:
         return [("add", first, second), ("add", second, first)]
@@ -161,6 +165,8 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
 
 def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Constants) -> None:
     """Put what is done to the scores, in its order, into the terms of one call."""
+    highest = -math.inf
+    """Of what stands in place of masked scores."""
     for what, _node, by in steps:
         number = _read_number(by, constants)
         if what == "baddbmm":
@@ -172,8 +178,11 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
         elif what in ("scale", "divide"):
             if found.added:
                 raise NoMatch("its scores are scaled after something was added to them")
-            if number is not None:
-                found.scale *= number if what == "scale" else 1 / number
+            if number is not None and not (isinstance(by, Node) and constants.list_buffers(by)):
+                factor = number if what == "scale" else 1 / number
+                found.scale, highest = found.scale * factor, highest * abs(factor)
+            elif found.barred or found.allowed:
+                raise NoMatch("its scores are scaled after some were masked")
             elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
                 found.scale_by.append((by, what == "divide"))
             else:
@@ -186,7 +195,10 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
             fill = _read_number(value, constants)
             if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
                 raise NoMatch("what it puts in place of masked scores is no large negative number")
+            highest = max(highest, fill)
             (found.barred if what == "bar" else found.allowed).append(mask)
+    if highest > NEVER:
+        raise NoMatch("what it puts in place of masked scores is no large negative number once it is scaled")
     if found.scale <= 0:
         raise NoMatch("its scale is not positive")
 
@@ -366,26 +378,13 @@ def _count_swaps(node: Node) -> int:
     """How often the weights were transposed between the softmax and here."""
     count = 0
     while name_of(node) != "softmax":
-        count += _swaps(node)
+        count += swaps(node)
         node = node.all_input_nodes[0]
     return count
 
 
-def _swaps(node: Node) -> bool:
-    """Whether a node transposes the last two dimensions."""
-    name = name_of(node)
-    if node.op == "call_function" and name == "getattr":
-        return node.args[1] == "mT"
-    if name not in ("transpose", "swapaxes", "swapdims", "permute"):
-        return False
-    dims = _example(node).dim()
-    given = node.args[1:] if len(node.args) > 2 else node.args[1]
-    if not isinstance(given, (tuple, list)) or not all(isinstance(each, int) for each in given):
-        return False
-    places = [each % dims for each in given]
-    if name == "permute":
-        return places == [*range(dims - 2), dims - 1, dims - 2]
-    return sorted(places) == [dims - 2, dims - 1]
+def _casts(node: Node) -> bool:
+    return name_of(node) in CASTS and _example(node).is_floating_point()
 
 
 def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:
