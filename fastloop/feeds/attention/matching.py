@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from fastloop.feeds.attention.changes import is_changed_between
-from fastloop.feeds.attention.constants import Constants, Unknown, name_of, read_size, swaps
+from fastloop.feeds.attention.changes import is_changed_between, name_of
+from fastloop.feeds.attention.constants import Constants, Unknown, read_size, swaps
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
 CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fastloop.feeds.attention.constants import Constants, name_of
+from fastloop.feeds.attention.changes import name_of
+from fastloop.feeds.attention.constants import Constants
 from fastloop.feeds.attention.matching import Found, NoMatch, find_attention
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
