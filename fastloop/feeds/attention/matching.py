@@ -46,6 +46,8 @@ class Found:
     """Boolean masks, True where a score counts."""
     barred: list[Node] = field(default_factory=list)
     """Boolean masks, True where a score does not count."""
+    evens: bool = False
+    """Whether a row without a score that counts has equal weights: one finite number stands in their place."""
     added: list[tuple[Node, bool]] = field(default_factory=list)
     """Tensors that are added to the scores, or taken off (True)."""
     dropout: float | Node = 0.0
@@ -165,8 +167,7 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
 
 def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Constants) -> None:
     """Put what is done to the scores, in its order, into the terms of one call."""
-    highest = -math.inf
-    """Of what stands in place of masked scores."""
+    fills = list[float]()
     for what, _node, by in steps:
         number = _read_number(by, constants)
         if what == "baddbmm":
@@ -180,7 +181,7 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
                 raise NoMatch("its scores are scaled after something was added to them")
             if number is not None and not (isinstance(by, Node) and constants.list_buffers(by)):
                 factor = number if what == "scale" else 1 / number
-                found.scale, highest = found.scale * factor, highest * abs(factor)
+                found.scale, fills = found.scale * factor, [fill * abs(factor) for fill in fills]
             elif found.barred or found.allowed:
                 raise NoMatch("its scores are scaled after some were masked")
             elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
@@ -192,12 +193,12 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
                 found.added.append((by, what == "subtract"))
         elif what in ("bar", "allow"):
             mask, value = by
-            fill = _read_number(value, constants)
-            if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
+            if (fill := _read_number(value, constants)) is None or fill > NEVER or _example(mask).dtype != torch.bool:
                 raise NoMatch("what it puts in place of masked scores is no large negative number")
-            highest = max(highest, fill)
+            fills.append(fill)
             (found.barred if what == "bar" else found.allowed).append(mask)
-    if highest > NEVER:
+    found.evens = len(set(fills)) == 1 and fills[0] > -math.inf
+    if max(fills, default=-math.inf) > NEVER:
         raise NoMatch("what it puts in place of masked scores is no large negative number once it is scaled")
     if found.scale <= 0:
         raise NoMatch("its scale is not positive")

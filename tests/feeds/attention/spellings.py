@@ -160,7 +160,19 @@ class Prefix(Spelling):
         return self.join((q @ k.transpose(-2, -1)).masked_fill(mask == 0, -math.inf).softmax(-1) @ v)
 
 
+class BarsAll(Spelling):
+    """All tokens of the samples whose last number is below 0 are barred: their weights are all equal."""
+
+    causal = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        barred = (x[:, :, 0] == 0) | (x[:, -1:, -1] < 0)
+        return self.join((q @ k.transpose(-2, -1)).masked_fill(barred[:, None, None, :], -1e9).softmax(-1) @ v)
+
+
 SPELLINGS: list[type[Spelling]] = [
+    BarsAll,
     NanoGpt,
     AddedMask,
     WhereEinsum,
