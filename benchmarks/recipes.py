@@ -3,8 +3,9 @@
     python benchmarks/recipes.py resnet50 --runs 3 [--data DIR] [--steps 40] [--arms naive,safe,full,resident]
 
 Every run is a fresh process; arms take turns, in an order shuffled each round. `resident` is `full` on batches that
-are on the device and never move (no data, no copy), see fastloop/bridge/trials/ceilings.py. One JSON line per run, then
-one per arm with the median and a t interval of log(rate) over its runs. No parity is checked here.
+are on the device and never move (no data, no copy), see fastloop/bridge/trials/ceilings.py. An arm may add to one of
+these: "full+rungs.host.step_graph=auto". One JSON line per run, then one per arm with the median and a t interval of
+log(rate) over its runs. No parity is checked here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import random
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ ARMS = {"naive": [], "safe": ["safe"], "full": ["full"], "resident": ["full"]}
 
 def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One run in a fresh process; its measurement, or what went wrong."""
-    steps = options.steps * LONGER[arm]
+    kind, *added = arm.split("+")
+    steps = options.steps * LONGER[kind]
     overrides = [
         f"run.max_steps={steps}",
         f"watch.warmup_steps={options.warmup}",
@@ -48,13 +51,14 @@ def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[s
     ]
     if options.data:
         overrides.append(f"recipe.data={Path(options.data) / DATA[recipe]}")
-    if arm in ("full", "resident"):
+    if kind in ("full", "resident"):
         overrides += FULL[recipe]
+    overrides += added
     job = Job(
         conf=recipe,
-        more=tuple(ARMS[arm]),
+        more=tuple(ARMS[kind]),
         overrides=tuple(overrides),
-        variation="resident" if arm == "resident" else "as_it_is",
+        variation="resident" if kind == "resident" else "as_it_is",
     )
     with tempfile.TemporaryDirectory() as folder:
         trial = run_trial(arm, job, Path(folder), limits=Limits(total_s=LIMIT_S))
@@ -63,14 +67,15 @@ def one(recipe: str, arm: str, options: argparse.Namespace, seed: int) -> dict[s
         return {"error": f"{trial.cause}: {trial.tail[-600:]}"}
     seen, verdicts = trial.measurement, written["verdicts"]
     return {
-        "samples_per_s": seen["samples_per_s"],
-        "step_ms": seen["step_ms"],
-        "lead_ms": seen["lead_ms"],
-        "data_wait_ms": seen["parts_ms"]["data_wait"],
-        "peak_gib": seen["peak_gib"],
-        "steps": seen["steps"],
-        "window_too_short": seen["window_too_short"],
-        "loss_last": seen["loss"][-1] if seen["loss"] else None,
+        "samples_per_s": seen.samples_per_s,
+        "step_ms": seen.step_ms,
+        "lead_ms": seen.lead_ms,
+        "data_wait_ms": seen.parts_ms["data_wait"],
+        "peak_gib": seen.peak_gib,
+        "joule_per_sample": seen.joule_per_sample,
+        "steps": seen.steps,
+        "window_too_short": seen.window_too_short,
+        "loss_last": seen.loss[-1] if seen.loss else None,
         "took": [verdict["rung"] for verdict in verdicts if verdict["took"]],
         "inactive": {verdict["rung"]: verdict["why"] for verdict in verdicts if not verdict["took"]},
     }
@@ -88,7 +93,7 @@ def summarise(arm: str, rates: list[float], versions: dict[str, Any], options: a
         "n": len(rates),
         "samples_per_s": statistics.median(rates),
         "ci95": interval,
-        "steps": options.steps * LONGER[arm],
+        "steps": options.steps * LONGER[arm.split("+")[0]],
         "warmup": options.warmup,
         "data": bool(options.data),
         "size": options.size,
@@ -106,7 +111,8 @@ def environment() -> dict[str, Any]:
     return {"gpu": name, "versions": {key: value for key, value in versions().items() if key in shown}}
 
 
-def main() -> None:
+def main(stacks: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Arms of the command line, or those that are given for each recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=list(DATA))
     parser.add_argument("--runs", type=int, default=3)
@@ -116,7 +122,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder with the real data; without it the recipe's own made data")
     parser.add_argument("--arms", default="naive,safe,full,resident")
     options = parser.parse_args()
-    arms = options.arms.split(",")
+    arms = options.arms.split(",") if stacks is None else list(stacks[options.recipe])
     rates: dict[str, list[float]] = {arm: [] for arm in arms}
     for number in range(options.runs):
         for arm in random.Random(number).sample(arms, len(arms)):

@@ -131,6 +131,7 @@ FAVOURABLE = Facts(
     is_ddp=True,
     strategy="DDPStrategy",
     convs=("conv",),
+    attends_by_hand=("attention",),
     compile_targets=("network",),
     has_dali=True,
     shm_free_bytes=2**40,

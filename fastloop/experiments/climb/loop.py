@@ -134,7 +134,8 @@ class Climb:
             self._measure_missing()
             self._measure_ladders()
             self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
-            chosen = choose(self.known)
+            added = [row for row in self.rows if not row.takes_away]  # what is taken away last is not tried again
+            chosen = choose(dataclasses.replace(self.known, rows=added, stack=stack_of(added)))
             if isinstance(chosen, str):
                 self._take_away()
                 return chosen

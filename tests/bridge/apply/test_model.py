@@ -30,6 +30,8 @@ def test_a_plain_model() -> None:
         "fused": False,
         "convs": 2,
         "transfer_hooks": [],
+        "attends_by_hand": 0,
+        "classes": 0,
         "parameters": 3 * 8 * 9 + 8 + 64 + 8 + 16 + 2,
     }
     assert seen(None) == {}

@@ -176,7 +176,7 @@ def test_a_fit_without_steps(settings: dict[str, Any], tmp_path: Path, warned: l
     loop = FastLoop("safe", out=tmp_path, quiet=True)
     fit(loop, **settings)
     assert loop.measurement is not None and loop.measurement.total_steps == 0 and not loop.measurement.partial
-    assert {verdict.rung for verdict in loop.verdicts} == {"cache", "workers", "pin", "prefetch", "overlap"}
+    assert {verdict.rung for verdict in loop.verdicts} == {"cache", "workers", "pin", "prefetch", "host", "overlap"}
     assert not any(verdict.took for verdict in loop.verdicts) and warned == []
     assert (tmp_path / "measurement.json").is_file()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -181,7 +180,6 @@ def read_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fit(module: Net, data: Any = None, *, batch_size: int = 128, logger: Any = False, epochs: int = 1) -> FastLoop:
     loop = FastLoop({"watch": {"warmup_steps": 10}}, quiet=True)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     data = DataLoader(SAMPLES if data is None else data, batch_size=batch_size)
     trainer(callbacks=[loop], max_epochs=epochs, logger=logger).fit(module, data)
     return loop
