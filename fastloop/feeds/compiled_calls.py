@@ -188,7 +188,7 @@ class CompiledCall:
 
 def _hash_masks(module: torch.nn.Module) -> tuple[int, ...]:
     """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
-    masks = [buffer for buffer in module.buffers() if buffer.dim() > 1]
+    masks = [buffer for buffer in module.buffers() if buffer.dim()]
     return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
 
 

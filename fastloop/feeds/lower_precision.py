@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map
 
 from fastloop.errors import NotApplicable
 from fastloop.records.plan import Site, Undo
 
 
 def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Callable[[str], object]) -> Undo:
-    """Run a submodule, or a method of one, without autocast and on float32 copies of its shorter arguments.
+    """Run a submodule, or a method of one, without autocast and on float32 copies of its shorter arguments, also of
+    those in lists, tuples and dictionaries.
 
     Args:
         root: the LightningModule.
@@ -30,13 +33,15 @@ def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Ca
     if method in vars(owner):
         raise NotApplicable(f"{name} is already overridden on its object; your choice stands")
     original = getattr(type(owner), method)
+    takes_self = not isinstance(inspect.getattr_static(type(owner), method), (staticmethod, classmethod))
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             note(name)
         with torch.autocast(device_type, enabled=False):
-            return original(self, *(_lengthen(each) for each in args), **{k: _lengthen(v) for k, v in kwargs.items()})
+            args, kwargs = tree_map(_lengthen, (args, kwargs))
+            return original(self, *args, **kwargs) if takes_self else original(*args, **kwargs)
 
     # A bound method, so that copies of the model call themselves. It is pickled by its name: as the original.
     vars(owner)[method] = own = MethodType(call, owner)

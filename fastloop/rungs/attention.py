@@ -86,6 +86,7 @@ class Attention:
         undo.enter_context(_order(self.backend))
         for model in switched:
             undo.callback(model.set_attn_implementation, "eager")
+            undo.callback(candidates.switch_back_for_weights(model))
         undo.callback(put_in(calls))
         site.graph_passes.append(replace)
         undo.callback(lambda: site.graph_passes.remove(replace) if replace in site.graph_passes else None)
@@ -99,7 +100,7 @@ class Attention:
                 "causal": replace.causal,
                 "missed": list(dict.fromkeys(replace.missed)),
                 "calls": ran,
-                "switched": len(switched),
+                "switched": sum(model.config._attn_implementation == "sdpa" for model in switched),
                 "by_inductor": counters["inductor"]["fuse_attention"] - before,
                 "failures": sum_up(calls)["failures"] if calls else [],
             }

@@ -72,6 +72,26 @@ def test_what_is_kept_computes_in_float32(name: str, compiles: bool) -> None:
         assert abs(model.compute_loss(x) - wanted) > 10 * wanted, "the control: rounding leaves nothing of it"
 
 
+class Losses(torch.nn.Module):
+    @staticmethod
+    def static(given: Any) -> torch.Tensor:
+        return given["logits"][0].square()
+
+    @classmethod
+    def of_class(cls, given: Any) -> torch.Tensor:
+        return cls.static(given)
+
+
+@pytest.mark.parametrize("name", ["static", "of_class"])
+def test_methods_without_an_object_and_arguments_in_containers(name: str) -> None:
+    model = Losses()
+    undo = keep_in_float32(model, name, "cpu", set().add)
+    found = getattr(model, name)({"logits": [torch.full((2,), 1.0078125, dtype=torch.bfloat16)]})
+    assert found.dtype == torch.float32 and float(found[0]) == 1.0078125**2
+    undo()
+    assert not {name} & vars(model).keys()
+
+
 def test_copies_of_what_is_kept_call_themselves() -> None:
     model = Model()
     keep_in_float32(model, "criterion", "cpu", set().add)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -38,7 +38,9 @@ def list_switchable(model: torch.nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if id(module) not in inside and callable(getattr(module, "set_attn_implementation", None)):
             inside |= {id(each) for each in module.modules()}
-            if getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager":
+            config = getattr(module, "config", None)
+            returns_weights = getattr(config, "output_attentions", False)  # which no other attention gives
+            if getattr(config, "_attn_implementation", None) == "eager" and not returns_weights:
                 found.append(name)
     return found
 
@@ -51,6 +53,20 @@ def switch_models(model: torch.nn.Module) -> list[Any]:
             module.set_attn_implementation("sdpa")
             found.append(module)
     return found
+
+
+def switch_back_for_weights(model: Any) -> Callable[[], None]:
+    """Let a switched model run by hand again from the first call that asks for attention weights; returns the undo."""
+
+    def look(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("output_attentions") and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")
+
+    undo = contextlib.ExitStack()
+    for module in model.modules():  # people call the inner model, too
+        if hasattr(module, "set_attn_implementation"):
+            undo.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
+    return undo.close
 
 
 def _is_torchs(kind: type) -> bool:

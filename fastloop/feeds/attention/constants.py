@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
+from fastloop.feeds.attention.changes import changes_in_place, find_storage, list_changes, name_of
+
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial")
-IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor", "ipow", "setitem"})
 
 
 class Unknown(Exception):
@@ -26,6 +27,7 @@ class Constants:
 
     def __init__(self, graph: torch.fx.GraphModule, kept: frozenset[int]) -> None:
         self._graph, self._kept = graph, kept
+        self._changed = {storage for _, storage in list_changes(graph.graph)}
 
     def evaluate(self, node: Any, sizes: Mapping[int, int] | None = None) -> Any:
         """The value of a node, or of what is none.
@@ -67,11 +69,13 @@ class Constants:
             return getattr(self._graph, str(node.target))
         if node.op == "placeholder":
             value = _find_input(node)
-            if id(value) not in self._kept:
+            if id(value) not in self._kept or find_storage(node) in self._changed:
                 raise Unknown
             return value
         name = name_of(node)
         if name is None or changes_in_place(name) or any(word in name for word in RANDOM):
+            raise Unknown
+        if find_storage(node) in self._changed:  # by a statement of its own, as in mask[:, :4] = 1
             raise Unknown
 
         def look(each: Node) -> Any:
@@ -93,21 +97,26 @@ class Constants:
             raise Unknown from error
 
 
-def name_of(node: Node) -> str | None:
-    """What a node calls, whether as a method or as a function of torch's or Python's: matmul, truediv, softmax."""
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", None) if node.op == "call_function" else None
-
-
-def changes_in_place(name: str) -> bool:
-    """Whether a call of this name changes its first argument: ``masked_fill_``, ``+=``."""
-    return name in IN_PLACE or name.strip("_") in IN_PLACE or (name.endswith("_") and not name.startswith("__"))
-
-
 def read_size(size: Any) -> int:
     """A size as a number, without a promise that it stays that."""
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def swaps(node: Node) -> bool:
+    """Whether a node transposes the last two dimensions."""
+    name = name_of(node)
+    if node.op == "call_function" and name == "getattr":
+        return node.args[1] == "mT"
+    if name not in ("transpose", "swapaxes", "swapdims", "permute"):
+        return False
+    dims = node.meta["example_value"].dim()
+    given = node.args[1:] if len(node.args) > 2 else node.args[1]
+    if not isinstance(given, (tuple, list)) or not all(isinstance(each, int) for each in given):
+        return False
+    places = [each % dims for each in given]
+    if name == "permute":
+        return places == [*range(dims - 2), dims - 1, dims - 2]
+    return sorted(places) == [dims - 2, dims - 1]
 
 
 def _find_input(node: Node) -> Any:

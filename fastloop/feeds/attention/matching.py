@@ -6,13 +6,15 @@ between is named by what it does, so that it does not matter how it was written 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
-from fastloop.feeds.attention.constants import Constants, Unknown, name_of, read_size
+from fastloop.feeds.attention.changes import is_changed_between, name_of
+from fastloop.feeds.attention.constants import Constants, Unknown, read_size, swaps
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
 CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")
@@ -44,6 +46,8 @@ class Found:
     """Boolean masks, True where a score counts."""
     barred: list[Node] = field(default_factory=list)
     """Boolean masks, True where a score does not count."""
+    evens: bool = False
+    """Whether a row without a score that counts has equal weights: one finite number stands in their place."""
     added: list[tuple[Node, bool]] = field(default_factory=list)
     """Tensors that are added to the scores, or taken off (True)."""
     dropout: float | Node = 0.0
@@ -67,6 +71,8 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     found = _read_products(product, result, weights)
     found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
     _check_types(product, found)
+    if is_changed_between(found.between, result):
+        raise NoMatch("something it takes is changed in place before its result is there")
     _read_steps(steps, found, constants)
     _find_causal(found, product, constants)
     return found
@@ -100,7 +106,7 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
             if not isinstance(on, bool) or dropout:
                 raise NoMatch("its weights have two dropouts, or one that the graph switches")
             dropout = rate if on else 0.0
-        elif name not in CASTS and not _swaps(user):
+        elif not _casts(user) and not swaps(user):
             raise NoMatch(f"its weights go through {name}")
         weights = user
 
@@ -138,11 +144,11 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
     """How a node may be read: what it does to the scores, which argument these are, and by what it does it."""
     first, second = _argument(node, 0, "input"), _argument(node, 1, "other")
     plain = name.strip("_").removeprefix("i") if name.strip("_").startswith("i") else name.strip("_")
-    if name in CASTS:
+    if _casts(node):
         return [("cast", first, None)]
     if plain in ("mul", "multiply"):
         return [("scale", first, second), ("scale", second, first)]
-    if plain in ("div", "truediv", "divide", "true_divide"):
+    if plain in ("div", "truediv", "divide", "true_divide") and not node.kwargs.get("rounding_mode"):
         return [("divide", first, second)]
     if plain == "add" and _argument(node, 2, "alpha", 1) == 1:
         return [("add", first, second), ("add", second, first)]
@@ -161,6 +167,7 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
 
 def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Constants) -> None:
     """Put what is done to the scores, in its order, into the terms of one call."""
+    fills = list[float]()
     for what, _node, by in steps:
         number = _read_number(by, constants)
         if what == "baddbmm":
@@ -172,8 +179,11 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
         elif what in ("scale", "divide"):
             if found.added:
                 raise NoMatch("its scores are scaled after something was added to them")
-            if number is not None:
-                found.scale *= number if what == "scale" else 1 / number
+            if number is not None and not (isinstance(by, Node) and constants.list_buffers(by)):
+                factor = number if what == "scale" else 1 / number
+                found.scale, fills = found.scale * factor, [fill * abs(factor) for fill in fills]
+            elif found.barred or found.allowed:
+                raise NoMatch("its scores are scaled after some were masked")
             elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
                 found.scale_by.append((by, what == "divide"))
             else:
@@ -186,7 +196,11 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
             fill = _read_number(value, constants)
             if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
                 raise NoMatch("it does not fill masked scores with a large negative number")
+            fills.append(fill)
             (found.barred if what == "bar" else found.allowed).append(mask)
+    found.evens = len(set(fills)) == 1 and fills[0] > -math.inf
+    if max(fills, default=-math.inf) > NEVER:
+        raise NoMatch("it does not fill masked scores with a large negative number once they are scaled")
     if found.scale <= 0:
         raise NoMatch("its scale is not positive")
 
@@ -366,26 +380,13 @@ def _count_swaps(node: Node) -> int:
     """How often the weights were transposed between the softmax and here."""
     count = 0
     while name_of(node) != "softmax":
-        count += _swaps(node)
+        count += swaps(node)
         node = node.all_input_nodes[0]
     return count
 
 
-def _swaps(node: Node) -> bool:
-    """Whether a node transposes the last two dimensions."""
-    name = name_of(node)
-    if node.op == "call_function" and name == "getattr":
-        return node.args[1] == "mT"
-    if name not in ("transpose", "swapaxes", "swapdims", "permute"):
-        return False
-    dims = _example(node).dim()
-    given = node.args[1:] if len(node.args) > 2 else node.args[1]
-    if not isinstance(given, (tuple, list)) or not all(isinstance(each, int) for each in given):
-        return False
-    places = [each % dims for each in given]
-    if name == "permute":
-        return places == [*range(dims - 2), dims - 1, dims - 2]
-    return sorted(places) == [dims - 2, dims - 1]
+def _casts(node: Node) -> bool:
+    return name_of(node) in CASTS and _example(node).is_floating_point()
 
 
 def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:

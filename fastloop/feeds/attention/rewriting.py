@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fastloop.feeds.attention.constants import Constants, name_of
+from fastloop.feeds.attention.changes import name_of
+from fastloop.feeds.attention.constants import Constants
 from fastloop.feeds.attention.matching import Found, NoMatch, find_attention
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
@@ -57,6 +58,8 @@ def _replace(graph: Graph, found: Found) -> None:
     with graph.inserting_before(result):
         query, mask = _scale(graph, found), _make_mask(graph, found)
         settings: dict[str, Any] = {"dropout_p": found.dropout, "is_causal": found.causal, "scale": found.scale}
+        if mask is not None and found.evens and not found.added:
+            query, mask = _even_out(graph, query, mask)
         if mask is not None:
             settings["attn_mask"] = _spread(graph, mask, _count_dims(found), dims)
         three = [_spread(graph, each, dims, dims) for each in (query, found.key, found.value)]
@@ -109,6 +112,13 @@ def _make_mask(graph: Graph, found: Found) -> Node | None:
     if allowed is None:
         return added
     return graph.call_function(torch.where, (allowed, added, -math.inf))
+
+
+def _even_out(graph: Graph, query: Node, mask: Node) -> tuple[Node, Node]:
+    """For rows that a mask bars entirely: all scores 0, and all of them count. The call itself would give 0 there."""
+    some = graph.call_method("any", (mask, -1, True))
+    query = graph.call_function(torch.mul, (query, some))
+    return query, graph.call_function(torch.logical_or, (mask, graph.call_function(torch.logical_not, (some,))))
 
 
 def _spread(graph: Graph, node: Node, own: int, dims: int) -> Node:

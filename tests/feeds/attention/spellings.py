@@ -148,7 +148,41 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return scores.softmax(-1) @ v
 
 
-SPELLINGS: list[type[Spelling]] = [NanoGpt, AddedMask, WhereEinsum, Baddbmm, Padded, Learned, OneSequence, Helper]
+class Prefix(Spelling):
+    """The mask is causal but for its first 4 columns, which a statement of its own opens."""
+
+    causal = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        mask = torch.ones(x.size(1), x.size(1)).tril()
+        mask[:, :4].fill_(1)
+        return self.join((q @ k.transpose(-2, -1)).masked_fill(mask == 0, -math.inf).softmax(-1) @ v)
+
+
+class BarsAll(Spelling):
+    """All tokens of the samples whose last number is below 0 are barred: their weights are all equal."""
+
+    causal = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        barred = (x[:, :, 0] == 0) | (x[:, -1:, -1] < 0)
+        return self.join((q @ k.transpose(-2, -1)).masked_fill(barred[:, None, None, :], -1e9).softmax(-1) @ v)
+
+
+SPELLINGS: list[type[Spelling]] = [
+    BarsAll,
+    NanoGpt,
+    AddedMask,
+    WhereEinsum,
+    Baddbmm,
+    Padded,
+    Learned,
+    OneSequence,
+    Helper,
+    Prefix,
+]
 
 
 class Window(NanoGpt):
@@ -185,6 +219,38 @@ class SmallFill(Spelling):
         return self.join((q @ k.transpose(-2, -1)).masked_fill(past, -1.0).softmax(-1) @ v)
 
 
+class ScaledFill(Spelling):
+    """What it puts in place of masked scores is scaled, and then has weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        past = self.past[: x.size(1), : x.size(1)] == 0
+        return self.join(((q @ k.transpose(-2, -1)).masked_fill(past, -1e4) * 1e-4).softmax(-1) @ v)
+
+
+class Rounded(Spelling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        return self.join(torch.div(q @ k.transpose(-2, -1), 0.3, rounding_mode="floor").softmax(-1) @ v)
+
+
+class CastToInt(Spelling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        return self.join((q @ k.transpose(-2, -1)).to(torch.int32).to(x.dtype).softmax(-1) @ v)
+
+
+class ChangesItsMask(Spelling):
+    """A bias that is another by the time that the one call would read it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        bias = x.mean(-1)[:, None, None, :].clone()
+        scores = q @ k.transpose(-2, -1) + bias
+        bias.zero_()
+        return self.join(scores.softmax(-1) @ v)
+
+
 class Gate(nn.Module):
     """A mixture of experts: a softmax and products, and no attention."""
 
@@ -200,6 +266,10 @@ LEFT: dict[type[nn.Module], str] = {
     ReturnsWeights: "its weights are used elsewhere, too",
     OtherDimension: "its softmax is not over the last dimension",
     SmallFill: "it does not fill masked scores with a large negative number",
+    ScaledFill: "it does not fill masked scores with a large negative number once they are scaled",
+    Rounded: "its scores go through div",
+    CastToInt: "its scores go through to",
+    ChangesItsMask: "something it takes is changed in place before its result is there",
     Gate: "its scores go through linear",
 }
 """What one call does not compute, and the reason given."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.attention.candidates import list_candidates, list_sdpa, switch_models
+from fastloop.feeds.attention.candidates import list_candidates, list_sdpa, switch_back_for_weights, switch_models
 from tests.feeds.attention import spellings
 
 
@@ -53,12 +53,27 @@ class Switchable(torch.nn.Module):
             raise ValueError("does not support it yet")
         self.config._attn_implementation = name
 
+    def forward(self, *, output_attentions: bool = False) -> str:
+        return self.config._attn_implementation
+
 
 def test_models_with_a_switch_are_switched_once_where_they_can_be() -> None:
     outer, stubborn = Switchable(inner=Switchable()), Switchable(refuses=True)
     assert switch_models(torch.nn.ModuleList([outer, stubborn])) == [outer]
     assert outer.config._attn_implementation == "sdpa" and stubborn.config._attn_implementation == "eager"
     assert switch_models(outer) == []
+
+
+def test_models_that_give_their_weights_out_run_by_hand() -> None:
+    gives, model = Switchable(), Switchable(inner=Switchable())
+    gives.config.output_attentions = True  # type: ignore[attr-defined]
+    assert switch_models(gives) == [] and switch_models(model) == [model] and model.inner is not None
+    undo = switch_back_for_weights(model)
+    assert model(output_attentions=False) == "sdpa"
+    model.inner(output_attentions=True)
+    assert model() == "eager", "sdpa gives no weights"
+    undo()
+    assert not any(each._forward_pre_hooks for each in model.modules())
 
 
 def test_hugging_faces_own_switch() -> None:

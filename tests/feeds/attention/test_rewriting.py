@@ -116,6 +116,19 @@ def test_blocks_that_differ_in_their_masks_alone_share_no_graph() -> None:
     assert (replace.replaced, replace.causal) == (2, 1), "the two that are alike have one graph"
 
 
+def test_blocks_that_share_a_graph_keep_their_own_scale_and_it_may_change() -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(spellings.WhereEinsum(), spellings.WhereEinsum()).double()
+    ours[1].scale.fill_(2.0)
+    plain, replace, codes = copy.deepcopy(ours), ReplaceAttention(ours), dict[Any, Any]()
+    how: Any = {"mode": "eager", "dynamic": None, "passes": [replace], "is_tried": lambda: True}
+    put_in([CompiledCall(module, "block", codes, **how) for module in ours])
+    for _ in range(2):
+        assert distance(run(plain, batch(20)), run(ours, batch(20))) < 1e-13
+        plain[0].scale.mul_(3.0), ours[0].scale.mul_(3.0)
+    assert replace.replaced == 1
+
+
 def test_under_autocast_types_stay() -> None:
     torch.manual_seed(0)
     ours = spellings.NanoGpt()
