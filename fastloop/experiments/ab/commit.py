@@ -150,7 +150,7 @@ class _WorkingTree:
         for name in self.list_changed(commit):
             if name.endswith(READ):
                 path = self.top / name
-                digest.update(f"{name}\0".encode() + (path.read_bytes() if path.is_file() else b"gone"))
+                digest.update(os.fsencode(f"{name}\0") + (path.read_bytes() if path.is_file() else b"gone"))
         return digest.hexdigest()
 
     def find_edit(self, commit: str, before: str) -> str | None:
@@ -272,7 +272,8 @@ def _git(folder: Path, *command: str, given: str | None = None) -> str:
         input=given,
         stdin=subprocess.DEVNULL if given is None else None,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",  # names of files are bytes
         check=True,
         env=environ,
     )

@@ -155,11 +155,11 @@ def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], None])
 
             runpy._run_module_as_main(command[2])  # type: ignore[attr-defined]
         elif command[1] == "-c":
-            exec(compile(command[2], "<string>", "exec"), main.__dict__)
+            exec(compile(command[2], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             file = str(Path(command[1]).absolute())
             main.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
-            exec(compile(Path(file).read_bytes(), file, "exec"), main.__dict__)
+            exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__)  # our __future__
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF

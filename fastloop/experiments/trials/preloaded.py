@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -210,7 +210,7 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
         return f"{command[0]} is not the Python that fastloop runs on"
     named = command[2:] if command[1:2] == ["-u"] else command[1:]
     script = cwd / named[0] if named and named[0].endswith(".py") else None
-    if script is None and named[:1] != ["-m"]:
+    if script is None and (named[:1] != ["-m"] or not named[1:]):
         return "Python options, or no script"
     before = greeting.environ
     for name in sorted({*variables, *before}):
@@ -225,7 +225,12 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
             return f"{name} is already imported from a folder that is not on its PYTHONPATH"
     if (shadow := _find_shadow(folders, greeting.roots)) is not None:
         return f"{shadow} shadows a module that is already imported"
-    return None if script is None else _find_early_variable(script)
+    known = {*greeting.roots, "fastloop"}
+    own = [cwd if script is None else script.resolve().parent]
+    for folder in map(Path, (*_list_folders(variables.get("PYTHONPATH")), *greeting.path)):
+        if not any(folder.is_relative_to(each) for each in (sys.prefix, sys.base_prefix)):
+            own.append(folder)
+    return _find_early_variable(_list_modules(own, named[1], known) if script is None else {script}, own, known)
 
 
 def _list_folders(path: str | None) -> set[str]:
@@ -244,15 +249,45 @@ def _find_shadow(folders: set[str], roots: Mapping[str, str | None]) -> str | No
     return None
 
 
-def _find_early_variable(script: Path) -> str | None:
-    """A variable that a script names, maybe to set it before it imports what reads it."""
-    try:
-        tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return "the script cannot be read"
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    names = (text for text in texts if text.isidentifier() and text.isupper() and become.is_read_when_loaded(text))
-    return next((f"the script names {name}, which a library reads at import" for name in names), None)
+def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Collection[str]) -> str | None:
+    """A variable that a program names, maybe to set it before it imports what reads it.
+
+    Args:
+        files: with which it begins; what they import is followed.
+        folders: where its own modules lie.
+        known: packages that are not its own.
+    """
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop()
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except (OSError, SyntaxError, ValueError):
+            return f"{file.name} cannot be read"
+        for node in nodes:
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and text.isidentifier() and text.isupper() and become.is_read_when_loaded(text):
+                return f"{file.name} names {text}, which is read as a library is loaded"
+            found = set[Path]()
+            if isinstance(node, ast.Import):
+                found = {path for each in node.names for path in _list_modules(folders, each.name, known)}
+            elif isinstance(node, ast.ImportFrom):
+                names = (f"{node.module or ''}.{each.name}".strip(".") for each in node.names)
+                where = ([file.parents[node.level - 1]], ()) if node.level else (folders, known)
+                found = {path for name in names for path in _list_modules(where[0], name, where[1])}
+            waiting += found - files
+            files = files | found
+    return None
+
+
+def _list_modules(folders: Sequence[Path], name: str, known: Collection[str]) -> set[Path]:
+    """The files of a module, and of the packages it is in, as far as they lie in these folders."""
+    parts = name.split(".")
+    if parts[0] in known:
+        return set()
+    stems = [folder.joinpath(*parts[: count + 1]) for folder in folders for count in range(len(parts))]
+    ends = (".py", "/__init__.py", "/__main__.py")
+    return {path for stem in stems for end in ends if (path := Path(f"{stem}{end}")).is_file()}
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

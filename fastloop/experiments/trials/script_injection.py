@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,6 +122,11 @@ def _sweep() -> None:
             mine = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
             owner = (read(folder / OWNER) or {}) if mine else {}
             if owner.get("machine") == _machine() and not _lives(int(owner["pid"])):
+                for tree in (each.parent for each in folder.glob("*/.git")):  # its repository has it on a list
+                    subprocess.run(
+                        ["git", "-C", str(tree), "worktree", "remove", "--force", "--force", str(tree)],
+                        capture_output=True,
+                    )
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from fastloop.experiments.ab import commit
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.ab.commit import Versus
 from fastloop.experiments.ab.script_arms import ScriptArm, command_of
-from tests.commands.command_line import run, strictly
+from tests.commands.command_line import ROOT, run, strictly
 
 TRAIN = """
 import sys, time
@@ -137,6 +139,8 @@ def arms(found: Versus) -> list[ScriptArm]:
 def test_the_base_has_the_commits_files_and_the_data(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (jobs / "parts.py").write_text(FAST)
     (jobs / "new.py").write_text("")
+    odd = os.fsdecode(b"b\xe9d.txt")  # of another encoding
+    (jobs / odd).touch()
     monkeypatch.setenv("PYTHONPATH", f"{jobs}:relative:/elsewhere")
     monkeypatch.syspath_prepend(str(jobs.parent / "src"))  # as a .pth of an editable install adds it
     said: list[str] = []
@@ -145,6 +149,7 @@ def test_the_base_has_the_commits_files_and_the_data(jobs: Path, monkeypatch: py
         assert base.place.cwd is not None and base.place.search_path is not None
         assert (base.place.cwd / "parts.py").read_text() == SLOW and not (base.place.cwd / "new.py").exists()
         assert (base.place.cwd / "data" / "scale.txt").read_text() == "1.0"
+        assert (base.place.cwd / odd).is_symlink()
         tree = base.place.cwd.parent
         assert base.place.search_path.split(":") == [str(tree / "jobs"), "relative", "/elsewhere", str(tree / "src")]
         assert base.command == (sys.executable, "train.py") and ours.place.cwd is None
@@ -171,6 +176,19 @@ def test_nothing_is_left_however_it_ends(jobs: Path, stop: type[BaseException]) 
     with pytest.raises(stop), versus():
         assert left(jobs), "the commit is checked out"
         raise stop
+    assert not left(jobs)
+
+
+def test_the_next_takes_away_what_a_killed_one_left(jobs: Path) -> None:
+    (jobs / "parts.py").write_text(FAST)
+    code = (
+        "import os, signal\nfrom tests.experiments.ab.test_commit import versus\n"
+        "with versus():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], cwd=jobs, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert killed.returncode == -signal.SIGKILL and len(left(jobs)) == 2
+    with versus():
+        pass
     assert not left(jobs)
 
 

@@ -23,11 +23,13 @@ from tests.commands.command_line import ROOT, wait_for
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(120)]
 SEES = """
 import os
+def annotated(x: int) -> None: ...
 threads = len(os.listdir("/proc/self/task"))
 import gc, json, signal, sys, multiprocessing
 print(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "name": __name__, "file": __file__, "path": sys.path,
     "spec": repr(__spec__), "loader": type(__loader__).__name__, "globals": sorted(globals()),
+    "annotations": repr(annotated.__annotations__),
     "flags": str(sys.flags), "cwd": os.getcwd(), "in": sys.stdin.read(), "hash": hash("a str"), "threads": threads,
     "ours": sorted(each for each in sys.modules if each.partition(".")[0] == "fastloop"),
     "environ": {k: v for k, v in os.environ.items() if not k.endswith(("NVML_BASED_CUDA_CHECK", "INDUCTOR_CACHE_DIR"))},
@@ -127,7 +129,9 @@ def test_its_limits_hold_and_nothing_of_it_is_left(script: Path, try_both: Any, 
         assert not _lives(int(out))
 
 
-@pytest.mark.parametrize("why", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "option", "torch.py", "names", "python"])
+@pytest.mark.parametrize(
+    "why", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "option", "torch.py", "names", "imports", "module", "python"]
+)
 def test_what_a_fork_cannot_give_is_executed(why: str, script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script)]
     if why in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
@@ -139,11 +143,23 @@ def test_what_a_fork_cannot_give_is_executed(why: str, script: Path, tmp_path: P
         script.with_name("torch.py").write_text("raise SystemExit(0)")
     elif why == "names":
         script.write_text(f"import os\nos.environ['OMP_NUM_THREADS'] = '3'\nwhy = 'OMP_NUM_THREADS'\n{SEES}")
+    elif why in ("imports", "module"):
+        early = script.parent / "early"
+        early.mkdir()
+        (early / "__init__.py").write_text("from . import threads\n")
+        (early / "threads.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '3'\n")
+        (early / "__main__.py").touch()
+        script.write_text("from early import threads")
+        if why == "module":
+            command = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={script.parent}", sys.executable, "-m", "early"]
+        else:
+            command = ["env", "-u", "PYTHONSAFEPATH", *command]
     else:
         command[0] = "/bin/true"
     ended = supervise(command, tmp_path, env=environment(os.environ))
     assert ended.code == 0 and ended.started is not None and ended.started.startswith("a new interpreter: ")
-    assert {"option": "options", "python": "not the Python"}.get(why, "OMP" if why == "names" else why) in ended.started
+    in_the_script = why in ("names", "imports", "module")
+    assert {"option": "options", "python": "not the Python"}.get(why, "OMP" if in_the_script else why) in ended.started
 
 
 def test_it_starts_where_it_is_told_to(script: Path, tmp_path: Path, try_both: Any) -> None:
