@@ -77,8 +77,9 @@ class LargeCrossEntropy:
         try:
             yield
         finally:
-            if home.cross_entropy is cross_entropy:
-                home.cross_entropy = usual
+            vars(cross_entropy)["is_over"] = True  # fits beside each other may end in any order
+            while vars(home.cross_entropy).get("is_over"):
+                home.cross_entropy = home.cross_entropy.__wrapped__
 
     def _compute(
         self,

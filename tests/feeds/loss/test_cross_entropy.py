@@ -140,6 +140,15 @@ def test_pytorchs_own_comes_back() -> None:
     assert F.cross_entropy is USUAL
 
 
+def test_pytorchs_own_comes_back_in_any_order() -> None:
+    first, second = (LargeCrossEntropy(compiles=False, pads=True).put_in() for _ in range(2))
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert F.cross_entropy is not USUAL
+    second.__exit__(None, None, None)
+    assert F.cross_entropy is USUAL
+
+
 def test_dynamo_captures_the_usual_call() -> None:
     torch._dynamo.reset()
     graphs: list[str] = []
