@@ -585,7 +585,7 @@ def test_parity_of_own_workers_that_are_kept(generator: int | None) -> None:
         drawn = None if generator is None else torch.Generator().manual_seed(generator)
         return batches(shuffle=True, num_workers=2, generator=drawn, **more)
 
-    plain, ours = both({"workers": {}}, make, max_epochs=3)
+    plain, ours = both({"workers": {"persistent": True}}, make, max_epochs=3)
     assert ours.verdict("workers").took and ours.verdict("workers").parity_class == "exact"
     assert ours.verdict("workers").why == "your workers were kept between epochs"
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
