@@ -112,7 +112,8 @@ def bound_batches(loader: Any) -> Any:
     sampler's iterators for that, and so keeps its own."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     own = getattr(getattr(batch_sampler, "sampler", None), "generator", None) is not None
-    needed = own and hasattr(batch_sampler, "__len__") and not hasattr(loader, "state_dict")
+    asks_on = bool(getattr(loader, "num_workers", 0))  # with workers of the user's, a plain run asks beyond the end too
+    needed = own and not asks_on and hasattr(batch_sampler, "__len__") and not hasattr(loader, "state_dict")
     return Bounded(batch_sampler) if needed else None
 
 

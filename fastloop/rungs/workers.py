@@ -79,8 +79,8 @@ class Workers:
     prefetch_factor: int = 2
     """Batches each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
-    """Keep the workers between epochs, your own too; they then never see what changes in the dataset after epoch 0.
-    auto = where epochs have fewer than 1,000 batches and nothing is seen to change the dataset."""
+    """Keep the workers between epochs, yours if true; they never see what changes in the dataset after epoch 0.
+    auto = ours where epochs have fewer than 1,000 batches and nothing is seen to change the dataset."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     """How workers start; auto = as the loader or the platform has it."""
 
@@ -95,7 +95,9 @@ class Workers:
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
-        if can_keep_theirs(loader) and self.count == "auto" and self._keep(loader, facts, []):
+        # By name only: helpers, global variables and the environment may change what new workers would see.
+        by_name = self.persistent is True and self.count == "auto"
+        if by_name and can_keep_theirs(loader) and self._keep(loader, facts, []):
             note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
             parity: Parity = "approximate" if loader.draws_random else "exact"
             return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))

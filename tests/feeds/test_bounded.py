@@ -40,6 +40,8 @@ def test_only_where_there_is_a_generator_and_no_state() -> None:
     found = bound_batches(DataLoader(range(32), batch_size=8, shuffle=True, generator=generator))  # type: ignore[arg-type]
     assert isinstance(found, Bounded) and found.sampler.num_samples == 32, "Lightning looks at the sampler behind it"
     stateful = StatefulDataLoader(range(32), batch_size=8, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    theirs = DataLoader(range(32), shuffle=True, generator=generator, num_workers=2)  # type: ignore[arg-type]
+    assert bound_batches(theirs) is None, "the user's own workers ask beyond the end"
     assert bound_batches(stateful) is None and bound_batches(None) is None
     assert bound_batches(DataLoader(range(4), shuffle=True)) is None  # type: ignore[arg-type]
     plain = BatchSampler(SequentialSampler(range(4)), 2, False)

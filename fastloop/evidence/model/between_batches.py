@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -95,7 +96,9 @@ def _list_held(others: Iterable[Any], between: bool = False) -> Iterator[tuple[i
     for other in others:
         for _, function in _list_running(other, between):
             own = {name: vars(other)[name] for name in _list_names(function.__code__) if name in vars(other)}
-            for name, value in (*own.items(), *sample_code.list_globals(function)):
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            enclosed = [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]
+            for name, value in (*own.items(), *enclosed, *sample_code.list_globals(function)):
                 yield id(value), f"{type(other).__name__} ({name})"
 
 
@@ -108,8 +111,10 @@ def _is_changeable(item: Any) -> bool:
 
 def _list_running(other: Any, between: bool = False) -> Iterator[tuple[str, Any]]:
     """The user's methods of a callback or module that run while it trains."""
-    for base in type(other).__mro__:
-        for name, member in {} if sample_code.is_installed(base) else dict(vars(base)).items():
+    kinds = [{} if sample_code.is_installed(base) else dict(vars(base)) for base in type(other).__mro__]
+    own = {name: member for name, member in vars(other).items() if inspect.isfunction(member)}  # a LambdaCallback's
+    for members in (own, *kinds):
+        for name, member in members.items():
             function = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and not (between and name in _OUTSIDE):
                 yield name, function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from fastloop.bridge.apply import thin_loop
@@ -59,8 +61,8 @@ class Reads(L.Callback):
 class Notes:
     """A bar that notes what it shows."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.shown: list[Any] = []
 
     def get_metrics(self, *args: Any) -> Any:
@@ -140,3 +142,42 @@ def test_numbers_are_read_however_somebody_looks() -> None:
     assert late() == plain and repr(late()) == repr(plain) and list(late().values()) == [1.5, 2]
     assert late()["a"] == late().get("a") == late().pop("a") == 1.5
     assert type(dict.__getitem__(late(), "a")) is torch.Tensor
+
+
+class CallsHooks(models.Regression):
+    """Calls an empty hook of its own, and has it copied."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.on_after_backward()
+        self.copied = copy.copy(vars(self))
+        return super().training_step(batch, batch_idx)
+
+
+def test_hooks_of_the_module_stay_callable() -> None:
+    watcher, _ = fit(THIN, module := seeded(CallsHooks), callbacks=(L.Callback(),))
+    assert "on_after_backward" not in module.copied and evidence(watcher, "host")["hooks_left_out"] > 0
+
+
+class LogsVector(models.Regression):
+    """What no bar can show, from a metric of several numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = torchmetrics.MeanSquaredError(num_outputs=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.metric(torch.ones(4, 2), torch.zeros(4, 2))
+        self.log("vector", self.metric, on_step=True, on_epoch=False, prog_bar=True, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("rungs", [None, THIN])
+def test_what_is_no_number_is_refused_as_lightning_does(rungs: Any) -> None:
+    with pytest.raises(ValueError, match="does not contain a single element"):
+        fit(rungs, seeded(LogsVector))
+
+
+def test_a_bar_with_a_rate_of_its_own_keeps_it() -> None:
+    bar = Shown(refresh_rate=3)
+    run(THIN, bar, enable_progress_bar=True)
+    assert len([each for each in bar.shown if "most" in str(each)]) >= 4
