@@ -27,8 +27,9 @@ from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
 from fastloop.evidence.model.dataset import worker_hazards
 from fastloop.feeds.lazy_loader import LazyLoader, clone
-from fastloop.feeds.workers import packed_list
+from fastloop.feeds.workers import packed_list, tried_workers
 from fastloop.feeds.workers.packed_list import PackedList, Packing
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, auto_count
@@ -592,6 +593,24 @@ def test_parity_of_own_workers_that_are_kept(generator: int | None) -> None:
     assert distance(plain, ours) == 0
     flagged = run(None, make(persistent_workers=True), max_epochs=3)
     assert flagged.module.samples != plain.module.samples
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_go_with_an_epochs_last_batch_leave_the_next_epoch_whole(
+    persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning asks for no batch beyond an epoch's last one, so nothing runs between that one and the next epoch."""
+    plain = run(None, batches(shuffle=True), max_epochs=3)
+    epoch, seen = len(batches()), []
+
+    def leave(self: TriedWorkers) -> Any:
+        seen.append(1)
+        return tried_workers._Fewer(0, 0, "planted", lambda *_: None) if len(seen) == epoch else None
+
+    monkeypatch.setattr(TriedWorkers, "_find_loss", leave)
+    ours = run({"workers": {"count": 2, "persistent": persistent}}, batches(shuffle=True), max_epochs=3)
+    assert len(seen) == epoch, "no workers after it"
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
 
 
 def test_parity_sees_another_order() -> None:

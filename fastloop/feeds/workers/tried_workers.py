@@ -211,6 +211,8 @@ class TriedWorkers:
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
+        # Who knows an epoch's length asks for no batch beyond it: what is set in its last one must not last.
+        self._drawn.resumes, self._drawn.pending = False, deque()
         while loader.num_workers:
             source = self._begin(loader, begin)
             try:
