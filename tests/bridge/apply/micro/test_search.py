@@ -171,7 +171,7 @@ def test_a_size_that_does_not_fit_is_not_taken(
 def test_one_sample_that_does_not_fit() -> None:
     with (
         pytest.raises(RuntimeError, match="Tried to allocate") as raised,
-        pytest.warns(UserWarning, match="one sample does not fit into the memory"),
+        pytest.warns(UserWarning, match="one sample does not fit in memory"),
     ):
         run(AUTO, EVEN(), partial(Hungry, 0), max_epochs=1)
     assert raised.traceback[-1].name == "loss"

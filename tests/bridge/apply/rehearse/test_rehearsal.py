@@ -179,7 +179,7 @@ FAULTS: dict[str, tuple[Forward, str]] = {
     "out of memory": (_raise(torch.cuda.OutOfMemoryError("2 GiB")), "not enough memory"),
     "deviates": (lambda old: lambda *a, **k: 1.2 * old(*a, **k), "deviate by 0.2"),
     "not finite": (lambda old: lambda *a, **k: old(*a, **k) * float("nan"), "not finite"),
-    "other shape": (lambda old: lambda *a, **k: old(*a, **k)[:4], "another shape"),
+    "other shape": (lambda old: lambda *a, **k: old(*a, **k)[:4], "a different shape"),
 }
 
 
