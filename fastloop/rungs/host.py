@@ -90,14 +90,16 @@ class Host:
         if replays and (why := evidence.get("graph_refused")):
             told.append(f"none from there on: {why}")
         left_out = {name: evidence.get(name, 0) for name in ("hooks_left_out", "moves_left_out", "gc_passes")}
-        told.append(
-            "left out: {hooks_left_out} empty hooks a batch, {moves_left_out} moves of logged values; {gc_passes}"
-            " passes of the garbage collector came at chosen steps".format(**left_out)
-        )
+        words = {
+            "hooks_left_out": "{} empty hooks a batch left out",
+            "moves_left_out": "{} moves of logged values left out",
+            "gc_passes": "{} garbage collections at chosen steps",
+        }
+        told += [text.format(left_out[name]) for name, text in words.items() if left_out[name]]
         if (why := evidence.get("gc_refused")) is not None:
             told.append(why)
         took = replays > 0 or (self.step_graph is not True and any(left_out.values()))
-        return Verdict(took=took, why="; ".join(told))
+        return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
     def _graph_steps(self, site: Site) -> Applied:
         return site.graph_steps(self.step_graph is True)
