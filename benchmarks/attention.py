@@ -45,7 +45,12 @@ def time_ms(run: Callable[[], Any], repeats: int = 5) -> float:
 def time_products(size: str, samples: int) -> dict[str, float]:
     """Forward, gradient of the input and gradient of the weight: rows side by side, apart, or padded with zeros."""
     like: Any = {"device": DEVICE, "dtype": torch.bfloat16}
-    rows, width, classes, padded = samples * SHAPES[size].context, SHAPES[size].width, SHAPES[size].vocabulary, PADDED[size]
+    rows, width, classes, padded = (
+        samples * SHAPES[size].context,
+        SHAPES[size].width,
+        SHAPES[size].vocabulary,
+        PADDED[size],
+    )
     x, weight = torch.randn(rows, width, **like), torch.randn(padded, width, **like)
     dense, wide = torch.zeros(rows, classes, **like), torch.zeros(rows, padded, **like)
     found = {}

@@ -125,7 +125,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"of the naive arm; default {STEPS}, four times that for the others")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", help="folder with the real data; default: shared/data, else the recipe's own made data")
+    parser.add_argument(
+        "--data", help="folder with the real data; default: shared/data, else the recipe's own made data"
+    )
     parser.add_argument("--arms", help="default: the tricks, one more at a time")
     options = parser.parse_args()
     cases = [

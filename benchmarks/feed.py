@@ -202,7 +202,9 @@ def make_step(network: torch.nn.Module, options: argparse.Namespace, device: tor
     return step
 
 
-def run_arm(feed: Callable[[], Batches], step: Any, options: Any, device: torch.device, _left_s: float) -> dict[str, Any]:
+def run_arm(
+    feed: Callable[[], Batches], step: Any, options: Any, device: torch.device, _left_s: float
+) -> dict[str, Any]:
     """One turn of a feed."""
     batches = repeat(feed)
     try:
@@ -224,7 +226,9 @@ class FirstCall:
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=2)
-    parser.add_argument("--data", help="a folder or a tar of photographs; default: shared/data, else the recipe's made ones")
+    parser.add_argument(
+        "--data", help="a folder or a tar of photographs; default: shared/data, else the recipe's made ones"
+    )
     parser.add_argument("--recipe", default="resnet50", choices=["resnet50", "cifar10"])
     parser.add_argument("--only", default="", help="alone, train, pixels, or names of feeds, separated by commas")
     parser.add_argument("--seconds", type=float, default=4, help="of each arm in each round")
