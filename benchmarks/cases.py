@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fastloop
 from fastloop.evidence import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = ("python", "torch", "lightning", "triton", "torchvision", "nvidia-dali-cuda130", "fastloop")
+SHOWN = ("python", "torch", "lightning", "triton", "torchvision", "nvidia-dali-cuda130")
 
 
 class Case(NamedTuple):
@@ -82,7 +83,7 @@ def say(what: str, line: dict[str, Any]) -> None:
 @functools.cache
 def describe_machine() -> dict[str, Any]:
     gpus = machine.gpus()
-    versions = {name: version for name, version in machine.versions(SHOWN).items()}
+    versions = {**machine.versions(SHOWN), "fastloop": fastloop.__version__}
     where = {"gpu": gpus[0].name, "driver": gpus[0].driver} if gpus else {"gpu": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {**where, "visible": visible, "cpus": machine.usable_cpus(), "versions": versions}

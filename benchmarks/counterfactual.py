@@ -1,12 +1,12 @@
 """Is the first finding's remedy the best one? Each rung that applies to a stranger's script is switched on by itself.
 
-    python -m benchmarks.counterfactual [--scripts bert,gan] [--rungs amp,fused] [--rounds 1] [--budget 280] [--size tiny]
+    python -m benchmarks.counterfactual [--scripts bert,gan] [--rungs amp,fused] [--budget 280] [--size tiny]
 
 A watched run says what the findings are, and one with all rungs on says which of them apply at all. Then come the first
 finding's own patch and every single rung, each a fresh process as in benchmarks/first_contact.py. A line for each run;
 after each round of a script one with the ranking by the later batches' time. It `holds` where the remedy's speed is
-within 20 % of the best single rung's, or where nothing is named and no rung gains 10 %; null where the remedy is told in
-words alone.
+within 20 % of the best single rung's, or where nothing is named and no rung gains 10 %; null where the remedy is
+told in words alone.
 """
 
 from __future__ import annotations
