@@ -27,7 +27,7 @@ The parts in order, and what they take on one H200 with 16 CPUs, in seconds. A p
 The first number is what all of a part takes, the second its limit: where that is less, the rounds or cases of least
 value are left out. Calls of under ten minutes: tests,attention,batch_norm; gpt2,resnet50,host=150;
 feed,cifar10,compile_scope; first_contact=560; counterfactual,feed_cifar,tests_alone.
-"""
+"""  # noqa: E501 (one line for one command)
 
 from __future__ import annotations
 
