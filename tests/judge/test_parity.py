@@ -199,7 +199,7 @@ def test_a_wide_interval_tells_nothing() -> None:
 
 
 def test_augmentations_drawn_anew_move_the_loss_as_seeds_do() -> None:
-    """The interval of few runs excludes a gap of 0 by chance, and no number of runs that anybody waits for would tell."""
+    """The interval of few runs excludes 0 by chance, and no number of runs that anybody waits for would tell."""
     base, arm = curves(3, spread=0.1), curves(3, spread=0.1, noise=0.2, seed=5)
     assert loss_gate(base, arm).detail == {}, "only there: elsewhere more runs are asked for"
     gate = loss_gate(base, arm, redrawn=True)
