@@ -20,8 +20,8 @@ from fastloop.records.readings import (
 )
 
 DECODING, MOSTLY_DECODING = "decoding", "mostly_decoding"
-"""Causes for which rungs' cards stand that decode less: where worker processes alone would not keep up, and where little
-would be left to do for a decoded image."""
+"""Causes against which rungs help that decode less: worker processes alone would not keep up; and little is left to do
+for an image once it is decoded."""
 MOSTLY = 2 / 3
 """Of the time for making a batch."""
 MORE_WORTH = 1.25
