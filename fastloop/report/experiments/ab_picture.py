@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from fastloop.report.drawing import labels, svg
 from fastloop.report.drawing.bars import Bar, Chart, Mark, Row, choose_ticks
-from fastloop.report.drawing.document import Picture
+from fastloop.report.drawing.curves import Curve, Line
 from fastloop.report.run.summary import short
 from fastloop.report.run.tables import cut
 
-_GREY = "#8f9aa5"
+COLOURS = ("#8f9aa5", "#2f6fb5", "#d9480f", "#2a9d74", "#b565a7", "#e8a317", "#7c6bc4", "#8a5a3c")
+SYMBOLS = "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2716\u2605"
 NAME_LETTERS = 60
 
 
@@ -36,52 +35,51 @@ class Arm:
     """Interval of the ratio."""
 
 
-def draw(arms: Sequence[Arm], band_pct: float) -> tuple[Picture | Chart, ...]:
+def draw(arms: Sequence[Arm], band_pct: float) -> tuple[Chart | Curve, ...]:
     """The runs and the ratios beside them; nothing without a finished run.
 
     Args:
         band_pct: differences within plus or minus this many per cent count as none.
     """
-    if not any(arm.runs for arm in arms):
-        return ()
-    words = f"Samples per second of every run in the order they ran. Medians: {', '.join(map(_describe, arms))}."
-    runs = svg.draw("rates", "Every run, in order", words, lambda: draw_runs(arms))
-    return tuple(made for made in (runs, chart_ratios(arms, band_pct)) if made is not None)
+    return (trace_runs(arms), chart_ratios(arms, band_pct)) if any(arm.runs for arm in arms) else ()
 
 
-def _describe(arm: Arm) -> str:
-    return f"{arm.name} {short(_middle(arm))} samples per second"
+def trace_runs(arms: Sequence[Arm]) -> Curve:
+    """A symbol for each run, a line for each arm's median, a cross at the bottom for each run that failed."""
+    finished = [run for arm in arms for run in arm.runs]
+    lost = tuple((float(place), choose_colour(index)) for index, arm in enumerate(arms) for place in arm.lost)
+    places, rates = [*(place for place, _ in finished), *(place for place, _ in lost)], [rate for _, rate in finished]
+    ends, room = (min(places), max(places)), 0.12 * (max(rates) - min(rates)) or 0.05 * max(rates)
+    lines = list[Line]()
+    for index, arm in enumerate(arms):
+        if arm.runs:
+            level = median(rate for _, rate in arm.runs)
+            lines.append(Line(tuple((end, level) for end in ends), choose_colour(index)))
+            lines.append(Line(arm.runs, choose_colour(index), symbol=choose_symbol(index)))
+    medians = ", ".join(f"{arm.name} {short(_middle(arm))} samples per second" for arm in arms)
+    return Curve(
+        alt_text=f"Samples per second of every run in the order they ran. Medians: {medians}.",
+        lines=tuple(lines),
+        title="samples per second",
+        x_label=f"run, in order{'; x: failed' if lost else ''}",
+        low=min(rates) - room * (2 if lost else 1),
+        high=max(rates) + room,
+        lost=lost,
+    )
 
 
 def _middle(arm: Arm) -> float | None:
     return median(rate for _, rate in arm.runs) if arm.runs else None
 
 
-def draw_runs(arms: Sequence[Arm]) -> Any:
-    """A dot for each run, a line for each arm's median, a cross at the bottom for each run that failed."""
-    from matplotlib.ticker import MaxNLocator
+def choose_colour(index: int) -> str:
+    """Of the arm with this index; the base, 0, is grey."""
+    return COLOURS[index if index < len(COLOURS) else 1 + (index - 1) % (len(COLOURS) - 1)]
 
-    figure = svg.canvas(svg.COLUMN, 290)
-    axes = figure.add_axes((0.13, 0.15, 0.84, 0.76))
-    colours = [labels.choose_colour(index) for index in range(len(arms))]
-    for index, arm in enumerate(arms):
-        if arm.runs:
-            axes.axhline(_middle(arm), color=colours[index], alpha=0.55, linewidth=1.2)
-            dots = tuple(zip(*arm.runs, strict=True))
-            axes.plot(*dots, labels.choose_marker(index), color=colours[index], markersize=7, clip_on=False)
-        across = axes.get_xaxis_transform()
-        axes.plot(arm.lost, [0.03] * len(arm.lost), "x", color=colours[index], markersize=8, transform=across)
-    rates, lost = [rate for arm in arms for _, rate in arm.runs], [at for arm in arms for at in arm.lost]
-    room = 0.12 * (max(rates) - min(rates)) or 0.05 * max(map(abs, rates)) or 1.0
-    last = max([at for arm in arms for at, _ in arm.runs] + lost)
-    axes.set(xlim=(0.4, last + 0.6), ylim=(min(rates) - room * (2 if lost else 1), max(rates) + room))
-    axes.xaxis.set_major_locator(MaxNLocator(min(10, last + 1), integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    axes.grid(axis="y")
-    axes.set_title("samples per second", loc="left", fontsize=10, alpha=0.7, x=-0.02)
-    axes.set_xlabel(f"run, in order{'; x: failed' if lost else ''}", fontsize=10, alpha=0.7)
-    return figure
+
+def choose_symbol(index: int) -> str:
+    """A shape beside the colour, for whoever cannot tell colours apart."""
+    return SYMBOLS[index % len(SYMBOLS)]
 
 
 def chart_ratios(arms: Sequence[Arm], band_pct: float) -> Chart:
@@ -105,14 +103,14 @@ def chart_ratios(arms: Sequence[Arm], band_pct: float) -> Chart:
 
 def _draw_ratio(arm: Arm, index: int, band: tuple[float, float]) -> Row:
     """An interval with a tick at its ratio; hatched where no ratio is claimed."""
-    colour, bars, marks = labels.choose_colour(index), [Bar(*band, _GREY, "band")], [Mark(1.0, "line")]
+    colour, bars, marks = choose_colour(index), [Bar(*band, COLOURS[0], "band")], [Mark(1.0, "line")]
     if arm.ends is not None:
         bars.append(Bar(*arm.ends, colour, "hatched" if arm.ratio is None else "interval"))
     if arm.ratio is not None:
         marks.append(Mark(arm.ratio, "tick"))
     return Row(
         name=cut(arm.name, NAME_LETTERS),
-        symbol=labels.choose_symbol(index),
+        symbol=choose_symbol(index),
         colour=colour,
         bars=tuple(bars) if index else (),
         marks=tuple(marks) if index else (),

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from fastloop.records.experiment import ArmResult, Comparison, Gate, Hardware, Outcome
-from fastloop.report.drawing.document import Table
-from fastloop.report.drawing.svg import printable
+from fastloop.report.drawing.document import Table, printable
 
 WORDS = ("FASTER", "NO DIFFERENCE", "INCONCLUSIVE", "INSUFFICIENT", "SLOWER", "PARITY FAILED", "FAILED")
 """The best first."""

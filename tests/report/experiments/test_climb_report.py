@@ -12,7 +12,7 @@ import yaml
 from fastloop.config import loading
 from fastloop.records.climb import ClimbFile
 from fastloop.records.store import decode
-from fastloop.report.drawing.svg import printable
+from fastloop.report.drawing.document import printable
 from fastloop.report.experiments import climb_report
 from fastloop.report.run.tables import Table
 from tests.report.made_experiments import BROKEN, CLAIMLESS, CLIMBS, JAPANESE, climb, rung
