@@ -102,7 +102,7 @@ def make_document(result: ExperimentResult) -> Document:
         ),
         lines=tuple(lines(result)),
         run=tuple(filter(None, setting)),
-        pictures=ab_picture.draw(picture_arms(result), result.band_pct),
+        pictures=ab_picture.draw(result),
         flags=(*partial, *result.flags),
         picture_title="Every run, and the result",
         no_picture="n/a: no run finished.",
@@ -343,37 +343,3 @@ def changed(result: ExperimentResult) -> Table:
 
 def _format(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-# -- what the picture shows of each arm --------------------------------------------------------------------------------
-
-
-def picture_arms(result: ExperimentResult) -> list[ab_picture.Arm]:
-    """The arms in the order of the file: their runs, lost ones, the ratio."""
-    comparisons = {one.arm: one for one in result.comparisons}
-    made = []
-    for index, arm in enumerate(result.arms):
-        one = comparisons.get(arm.name)
-        ran = tuple((place + 1, rate) for place, rate in zip(arm.places, arm.samples_per_s, strict=False))
-        is_claimed = one is not None and verdict_words.word(one) != "PARITY FAILED"
-        made.append(
-            ab_picture.Arm(
-                name=arm.name,
-                runs=ran,
-                lost=tuple(
-                    at for at, name in enumerate(result.order, start=1) if name == arm.name and at not in dict(ran)
-                ),
-                verdict=_verdict_in_picture(arm, one, is_base=not index),
-                ratio=one.ratio if one and is_claimed else None,
-                ends=one.ci95 if one else None,
-            )
-        )
-    return made
-
-
-def _verdict_in_picture(arm: ArmResult, one: Comparison | None, *, is_base: bool) -> str:
-    if arm.failed and not (one and one.ci95):
-        return "FAILED"
-    if is_base:
-        return f"base, {short(middle(arm))} samples/s"
-    return "not judged" if one is None else headline(one, arm).partition(",")[0]

@@ -95,12 +95,7 @@ def make_document(climb: ClimbFile) -> Document:
         also=tuple(filter(None, [f"{rates[:1].upper()}{rates[1:]}.", predicted])),
         run=tuple(filter(None, [climb.name, *describe_hardware(climb.hardware)])),
         flags=(PARTIAL,) if climb.partial else (),
-        pictures=climb_picture.draw(
-            climb_rows.compute_naive_rate(climb),
-            climb_rows.list_steps(climb),
-            climb_rows.compute_top_rate(climb),
-            climb_rows.list_ceilings_over_top(climb),
-        ),
+        pictures=climb_picture.draw(climb),
         picture_title="From naive to top",
         sections=_make_sections(climb),
         closing=CLOSING,
@@ -171,11 +166,9 @@ def _explain(climb: ClimbFile) -> str:
 
 def _compare_rates(climb: ClimbFile) -> str:
     """Both ends of the climb, as its own trials measured them; no ratio, which only fresh runs may give."""
-    ends = (
-        ("naive", climb_rows.compute_naive_rate(climb), climb.naive),
-        ("top", climb_rows.compute_top_rate(climb), climb.top),
-    )
-    return ", ".join(f"{name} {short(rate)} samples/s ({short(end.step_ms, 'ms')} a step)" for name, rate, end in ends)
+    ends = (("naive", climb.naive), ("top", climb.top))
+    rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
+    return ", ".join(f"{name} {short(rate)} samples/s ({short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates)
 
 
 def _list_dropped(climb: ClimbFile) -> list[str]:
