@@ -12,13 +12,12 @@ from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_picture, verdict_words
-from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline, put_on_one_line
+from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline
 from fastloop.report.run.summary import number, short
 from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]
 """A comparison and its arm's entry among the arms."""
-MOST_LINES = 14
 NAME_LETTERS = 44
 MEANING = (
     "The run is the unit: each is a fresh process, and steps before the window (warm-up, compilation, cold caches) do"
@@ -38,12 +37,11 @@ def lines(result: ExperimentResult) -> list[str]:
     """What the terminal shows, verdict first: at most 14 lines, of comparison.json's content."""
     pairs = rank(result)
     best = pairs[0] if pairs else None
-    more = [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]
-    kinds: list[tuple[str, list[str]]] = [
+    kinds = [
         ("RATE", _rate(result, best)),
         ("PARITY", _parity(best)),
         ("WHY", _why(result, best)),
-        ("", more),
+        ("", [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]),
         ("ARMS", [verdict_words.together(result.comparisons)]),
         ("INACTIVE", inactive(result)),
         ("FLAG", ["; ".join(result.flags)]),
@@ -51,13 +49,7 @@ def lines(result: ExperimentResult) -> list[str]:
         ("ON", [", ".join(describe_hardware(result.hardware))]),
         ("FILES", [result.run_dir]),
     ]
-    kinds = [(kind, found) for kind, said in kinds if (found := [text for text in said if text])]
-    while sum(len(said) for _, said in kinds) > MOST_LINES - 1:
-        longest = max((said for _, said in kinds), key=len)
-        longest[-2:] = [f"{longest[-2]}; {longest[-1].strip()}"]
-    return put_on_one_line(
-        [_first(result, best), *(f"{kind:<8} {line}" if kind else line for kind, said in kinds for line in said)]
-    )
+    return verdict_words.lay_out(_first(result, best), kinds)
 
 
 def reports(result: ExperimentResult) -> dict[str, str]:

@@ -16,7 +16,6 @@ from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
 from fastloop.report.run.summary import number, short
 
-MOST_LINES = 14
 SCREEN = "screening proves nothing; a fresh A/B test of the best stack against the baseline does"
 HOW = (
     "The climb takes the family of rungs with the highest ceiling, predicts what its next rung saves, tunes the rung's"
@@ -37,7 +36,7 @@ def lines(climb: ClimbFile) -> list[str]:
     )
     over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
     limits += f"; of the top: {', '.join(f'{name} {short(rate)}' for name, rate in over_top)}" if over_top else ""
-    kinds: list[tuple[str, list[str]]] = [
+    kinds = [
         ("PROOF" if climb.confirmed else "WHY", [_explain(climb)]),
         ("RATE", [_compare_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
@@ -49,13 +48,9 @@ def lines(climb: ClimbFile) -> list[str]:
         ("ON", [", ".join(describe_hardware(climb.hardware))]),
         ("FILES", [climb.run_dir]),
     ]
-    kinds = [(kind, found) for kind, texts in kinds if (found := [text for text in texts if text])]
-    while sum(len(texts) for _, texts in kinds) > MOST_LINES - 1:
-        longest = max((texts for _, texts in kinds), key=len)
-        longest[-2:] = ["; ".join(longest[-2:])]
     partial = f"   {PARTIAL}" if climb.partial else ""
     first = f"fastloop {verdict(climb)}   {climb.name}".rstrip() + partial
-    return put_on_one_line([first, *(f"{kind:<8} {line}" for kind, texts in kinds for line in texts)])
+    return verdict_words.lay_out(first, kinds)
 
 
 def reports(climb: ClimbFile) -> dict[str, str]:

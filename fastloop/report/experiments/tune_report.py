@@ -11,7 +11,7 @@ from fastloop.records.yaml_text import dump_on_one_line, dump_yaml
 from fastloop.report.drawing.bars import Bar, Chart, Row, choose_ticks
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
-from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
+from fastloop.report.experiments.verdict_words import describe_hardware, lay_out
 from fastloop.report.run.summary import short
 from fastloop.report.run.tables import cut
 
@@ -44,17 +44,17 @@ def lines(tuning: TuningFile) -> list[str]:
     tried = make_marks(tuning)
     curve = ", ".join(f"{mark.label}{mark.note}: {short(mark.step_ms)}" for mark in tried if mark.ok)
     failed = "; ".join(f"{mark.label}: {mark.why or 'n/a'}" for mark in tried if not mark.ok)
-    texts = [
-        ("STEP", f"{curve} ms" if curve else ""),
-        ("WHY", tuning.why),
-        ("FAILED", failed),
-        ("PATCH", dump_on_one_line(tuning.patch)),
-        ("ON", ", ".join(_describe_machine(tuning))),
-        ("FILES", tuning.run_dir),
+    kinds = [
+        ("STEP", [f"{curve} ms" if curve else ""]),
+        ("WHY", [tuning.why]),
+        ("FAILED", [failed]),
+        ("PATCH", [dump_on_one_line(tuning.patch)]),
+        ("ON", [", ".join(_describe_machine(tuning))]),
+        ("FILES", [tuning.run_dir]),
     ]
     named = ": ".join(filter(None, [tuning.name, f"tune {tuning.what or 'n/a'}"]))
     first = f"fastloop {verdict(tuning)}   {named}{f'   {PARTIAL}' if tuning.partial else ''}"
-    return put_on_one_line([first, *(f"{kind:<8} {line}" for kind, line in texts if line)])
+    return lay_out(first, kinds)
 
 
 def reports(tuning: TuningFile) -> dict[str, str]:
