@@ -6,7 +6,7 @@ A table is left out where nothing of it was measured; ``missing`` then says why,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
@@ -245,17 +245,15 @@ def tabulate_drift(seen: Measurement) -> Table:
 def list_missing(seen: Measurement) -> list[str]:
     """What was not measured, and why or how it would be."""
     skipped = (seen.kernels or {}).get("skipped")
-    absent: Sequence[tuple[bool, str]] = (
-        (not tabulate_gpu(seen).rows, "GPU counters: no NVIDIA GPU that could be read"),
-        (not tabulate_work(seen).rows, f"work and energy: {seen.flops.get('why') or 'not counted in this run'}"),
-        (
-            not tabulate_kernels(seen),
-            f"kernel families and the idle split: {skipped or 'no trace window (watch.trace_steps)'}",
-        ),
-        (not tabulate_syncs(seen).rows, "synchronisations: none listed; fastloop diagnose --syncs looks for them"),
-        (not tabulate_ceilings(seen).rows, "ceilings: no trials; fastloop headspace runs them"),
-    )
-    return [text for is_absent, text in absent if is_absent]
+    how = {
+        "The GPU": "GPU counters: no NVIDIA GPU that could be read",
+        "Work and energy": f"work and energy: {seen.flops.get('why') or 'not counted in this run'}",
+        "Kernels, from the trace": f"kernel families and idle time: {skipped or 'no trace window (watch.trace_steps)'}",
+        "Synchronisations": "synchronisations: none listed; fastloop diagnose --syncs looks for them",
+        "Ceilings": "ceilings: no trials; fastloop headspace runs them",
+    }
+    shown = {table.title for table in tabulate_all(seen)}
+    return [text for title, text in how.items() if title not in shown]
 
 
 def real(value: Any) -> float | None:

@@ -160,14 +160,13 @@ def _findings(
 
 def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
     """What the head of the report does not say already: the first one's reason and ceiling stand there."""
-    bound = tables.describe_bound(finding, seen)
     return Card(
         name="" if finding.bottleneck == "none" else finding.bottleneck,
         title=_to_sentence(title),
         share="" if finding.share_pct is None else f"{number(finding.share_pct)} % of the step",
         why="" if is_first else _capitalize(finding.why),
         detail=tuple(line for _, line in tables.list_details([finding], seen)),
-        bound="" if has_ceiling or bound == "n/a" else bound,
+        bound="" if has_ceiling else summary.describe_ceiling(finding, seen) or "",
         patch=dump_yaml(dict(finding.patch)).rstrip() if finding.patch else "",
     )
 

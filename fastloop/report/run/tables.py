@@ -110,15 +110,6 @@ def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str,
     return [(finding.bottleneck, line) for finding in found for line in finding.detail if line not in seen.state]
 
 
-def describe_bound(finding: Finding, seen: Measurement) -> str:
-    """A finding's ceiling: the rate, or its share alone where no rate was measured."""
-    if finding.ceiling_gain_pct is None or not math.isfinite(finding.ceiling_gain_pct):
-        return "n/a"
-    kind = "estimate, not measured" if finding.ceiling_is_estimate else "measured"
-    rate = "" if seen.samples_per_s is None else f", {short(seen.samples_per_s * (1 + finding.ceiling_gain_pct / 100))}"
-    return f"at most +{number(finding.ceiling_gain_pct, ',.0f', '%')}{rate and f'{rate} samples/s'} ({kind})"
-
-
 def tabulate_rungs(verdicts: Sequence[Verdict]) -> Table:
     took = {True: "yes", False: "no", None: "unknown"}
     rows = [(verdict.rung, took[verdict.took], verdict.why, verdict.parity_class) for verdict in verdicts]

@@ -14,7 +14,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment
 from fastloop.report.drawing.html import to_html
-from fastloop.report.run import optional_tables, tables
+from fastloop.report.run import optional_tables, summary, tables
 from fastloop.report.run.run_report import CLOSING, build_document
 from tests.report.run.test_summary import BOAST
 from tests.report.samples import CHANGED, ENVIRONMENT_RECORD, HOSTILE, RUNS
@@ -186,7 +186,7 @@ def test_nothing_is_said_twice(run: str) -> None:
     said = Page(made(run)).said
     assert [said.count(finding.why[1:]) for finding in findings] == [1] * len(findings)
     assert [
-        said.count(tables.describe_bound(finding, seen)) for finding in findings[1:] if finding.ceiling_gain_pct
+        said.count(summary.describe_ceiling(finding, seen)) for finding in findings[1:] if finding.ceiling_gain_pct
     ] == [1] * (run == "straggler")
     assert said.count("If it were gone") == (run == "straggler") and "none of the step" not in said
 

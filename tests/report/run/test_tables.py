@@ -75,14 +75,6 @@ def test_shares(part: float | None, whole: float | None, text: str) -> None:
     assert tables.format_share(part, whole) == text
 
 
-def test_a_bound_is_a_rate_and_says_where_it_comes_from() -> None:
-    assert tables.describe_bound(WAITS, SEEN) == "at most +400 %, 6,173 samples/s (estimate, not measured)"
-    measured = dataclasses.replace(WAITS, ceiling_is_estimate=False)
-    assert tables.describe_bound(measured, Measurement()) == "at most +400 % (measured)"
-    assert tables.describe_bound(dataclasses.replace(WAITS, ceiling_gain_pct=None), SEEN) == "n/a"
-    assert tables.describe_bound(dataclasses.replace(WAITS, ceiling_gain_pct=float("inf")), SEEN) == "n/a"
-
-
 def test_steps_that_nobody_watched_are_not_counted() -> None:
     assert values(tables.tabulate_step(Measurement(total_steps=None)))["steps in the window"] == "n/a"
     assert values(tables.tabulate_step(Measurement(total_steps=3)))["steps in the window"].startswith("0 of 3")
