@@ -23,6 +23,9 @@ Runs = int | Literal["auto"]
 ALPHA = 0.05
 """How often an experiment may name a difference that is none: once in twenty, whatever it compares and looks at."""
 
+POWER = 0.8
+"""How often a difference of the smallest visible size is seen."""
+
 LOOKS = (3, 5, 7, 10)
 """Rounds after which ``auto`` may judge. Judging after every round from 3 to 10 would cry wolf 16 times in 100."""
 
@@ -100,12 +103,12 @@ def interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
     return _exp(effect.log_ratio - reach), _exp(effect.log_ratio + reach)
 
 
-def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA, power: float = 0.8) -> float:
-    """Smallest speed-up, in percent, that ``n_a`` against ``n_b`` runs show with probability ``power``.
+def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA) -> float:
+    """Smallest speed-up, in percent, that ``n_a`` against ``n_b`` runs show with the probability ``POWER``.
 
-    ``(t(1 - alpha/2) + t(power)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
+    ``(t(1 - alpha/2) + t(POWER)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
     """
-    return 100 * (_exp((_t(dof, 1 - alpha / 2) + _t(dof, power)) * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
+    return 100 * (_exp((_t(dof, 1 - alpha / 2) + _t(dof, POWER)) * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
 
 
 def error_rate(runs: Runs, arms: int = 1) -> float:
@@ -170,9 +173,9 @@ def screen(pairs: Sequence[tuple[float, float]], pool: Pool) -> Effect | None:
     return Effect(log_ratio=statistics.fmean(_log_ratios(pairs)), se=sd * math.sqrt(2 / len(pairs)), dof=dof, sd=sd)
 
 
-def looks_faster(effect: Effect | None, confidence: float = LOOKS_FASTER) -> bool:
+def looks_faster(effect: Effect | None) -> bool:
     """Whether a screen keeps its change: faster by a one-sided t test."""
-    return effect is not None and effect.log_ratio > _t(effect.dof, confidence) * effect.se
+    return effect is not None and effect.log_ratio > _t(effect.dof, LOOKS_FASTER) * effect.se
 
 
 def mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float, float] | None:

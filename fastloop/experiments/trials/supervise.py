@@ -261,7 +261,7 @@ def _describe_process(process: int | None) -> str | None:
     return "has ended" if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE) else None
 
 
-def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
+def last_lines(path: Path) -> str:
     """The end of a text file, without control sequences; empty where there is none."""
     try:
         with path.open("rb") as file:
@@ -271,7 +271,7 @@ def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
         return ""
     kept = [line for line in _CONTROL.sub("", text.replace("\r", "\n")).splitlines() if line.strip()]
     stacks, rest = split(kept)
-    return "\n".join([*stacks, *rest[-(min(lines, BESIDE_STACKS) if stacks else lines) :]])
+    return "\n".join([*stacks, *rest[-(BESIDE_STACKS if stacks else TAIL_LINES) :]])
 
 
 def _cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) -> str | None:

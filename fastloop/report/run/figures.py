@@ -184,9 +184,9 @@ def _read_series(seen: Measurement, name: str) -> tuple[tuple[float, float], ...
     return tuple(points) if any(not math.isnan(value) for _, value in points) else ()
 
 
-def thin_out(values: Sequence[float], most: int = LOSS_POINTS) -> list[tuple[int, float]]:
+def thin_out(values: Sequence[float]) -> list[tuple[int, float]]:
     """Index and value of at most so many points; NaN where any value that the point stands for was no finite number."""
-    stride = math.ceil(len(values) / most) or 1
+    stride = math.ceil(len(values) / LOSS_POINTS) or 1
     runs = ((start, values[start : start + stride]) for start in range(0, len(values), stride))
     return [(start, run[0] if all(map(math.isfinite, run)) else math.nan) for start, run in runs]
 

@@ -57,7 +57,7 @@ def tabulate_gpu(seen: Measurement) -> Table:
     head = ("reading", "mean over the window")
     if all(seen.gpu.get(name) in (None, [], ()) for name in (*GPU, "throttle")):
         return Table(title="The GPU", head=head, rows=())
-    rows = [(label, short(real(seen.gpu.get(name)), unit)) for name, (label, unit) in GPU.items()]
+    rows = [(label, short(seen.gpu.get(name), unit)) for name, (label, unit) in GPU.items()]
     reasons = seen.gpu.get("throttle")
     rows.append(("throttle reasons seen", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
     return Table(title="The GPU", head=head, rows=tuple(rows), numeric=(1,))
@@ -76,8 +76,8 @@ def tabulate_work(seen: Measurement) -> Table:
         (f"MFU of {dtype}, by the data sheet", _format_mfu(seen, "dtype_in_use", "dtype_tflop_per_s", least)),
         ("MFU of bf16, by the data sheet", _format_mfu(seen, "datasheet", "datasheet_tflop_per_s", least)),
         ("MFU of a bf16 product measured here", _format_mfu(seen, "measured_peak", "measured_tflop_per_s", least)),
-        ("DRAM rate by the data sheet", short(real(seen.peaks.get("dram_tb_per_s")), "TB/s")),
-        ("DRAM rate of a copy measured here", short(real(seen.peaks.get("measured_copy_tb_per_s")), "TB/s")),
+        ("DRAM rate by the data sheet", short(seen.peaks.get("dram_tb_per_s"), "TB/s")),
+        ("DRAM rate of a copy measured here", short(seen.peaks.get("measured_copy_tb_per_s"), "TB/s")),
         ("tokens per second, all ranks", short(seen.tokens_per_s)),
         ("tokens per second without padding", short(seen.unpadded_tokens_per_s)),
         ("energy of the board per sample", short(seen.joule_per_sample, "J") + error),
@@ -141,7 +141,7 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
     )
     note = f"{note[:1].upper()}{note[1:]}. Families are unions over streams; families without time are left out."
     longest = [
-        (cut(str(kernel.get("name"))), number(real(kernel.get("ms")), ",.3f"))
+        (cut(str(kernel.get("name"))), number(kernel.get("ms"), ",.3f"))
         for kernel in traced.get("top") or ()
         if isinstance(kernel, Mapping)
     ]
@@ -168,8 +168,8 @@ def tabulate_syncs(seen: Measurement) -> Table:
         (
             str(sync.get("where") or "n/a"),
             str(sync.get("what") or "n/a"),
-            short(real(sync.get("per_step"))),
-            short(real(sync.get("ms_per_step"))),
+            short(sync.get("per_step")),
+            short(sync.get("ms_per_step")),
             str(sync.get("instead") or "n/a"),
         )
         for sync in seen.syncs
@@ -226,10 +226,10 @@ def tabulate_ranks(seen: Measurement) -> Table:
 def tabulate_drift(seen: Measurement) -> Table:
     rows = [
         (
-            short(real(check.get("at_s")), "s"),
+            short(check.get("at_s"), "s"),
             str(check.get("step", "n/a")),
-            number(real(check.get("step_ms")), ",.2f"),
-            number(real(check.get("change_pct")), "+,.1f"),
+            number(check.get("step_ms"), ",.2f"),
+            number(check.get("change_pct"), "+,.1f"),
             str(check.get("why") or ""),
         )
         for check in seen.drift
