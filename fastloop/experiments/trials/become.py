@@ -1,8 +1,8 @@
-"""What a forked process does to be a Python program that was started, as far as the program can see.
+"""Turn a forked process into a Python program: the program cannot tell it from a fresh interpreter.
 
-It has the arguments, variables, directory, descriptors, path and streams that were asked for, and one thread. It ends
-as an interpreter ends, but for taking all that is imported apart, which takes longest. The rest of Python's start has
-happened before the fork: only the standard library is imported here.
+It gets the arguments, variables, directory, descriptors, path and streams that were asked for, and has one thread. It
+ends as an interpreter ends, except that imported modules are not torn down, which takes longest. Only the standard
+library is imported here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trials that start at once: forked from a process that has imported torch and Lightning, and done nothing else.
+"""Trials that start at once: forked from a process that has imported torch and Lightning and done nothing else.
 
-Inside `quick_starts` there is such a process, the server. A trial that it forks is on a leash of its own, as one that
-is executed (`reaper.py`), and is what it were if it were executed (`become.py`). The server has one thread, no CUDA and
-has computed nothing, which is what makes forking it safe, and it says so before each fork. What a fork cannot give
-(options of the interpreter, variables that libraries read as they are loaded, a file beside the script that shadows
-what is loaded already) is executed, and the reason stands in the trial's record. A rank that a trial starts is executed
-too. The server ends with the process that started it, killed or not.
+Inside `quick_starts` there is such a process, the server. A trial that it forks runs under a leash (`reaper.py`), and
+sees what a fresh interpreter would see (`become.py`). Forking is safe because the server has one thread, which it
+checks before each fork, no CUDA context, and has computed nothing. What a fork cannot provide starts a new interpreter,
+and the trial's record says why: interpreter options, variables that libraries read as they are loaded, a file beside
+the script that shadows a loaded module. So do the ranks that a trial starts. The server ends with the process that
+started it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], kee
     try:
         held, *streams = descriptors
         os.setsid()
-        reaper.hear_nothing()
+        reaper.ignore_signals()
         reaper.adopt_orphans(True)
         leash = os.getpid()
         child = os.fork()

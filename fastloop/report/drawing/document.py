@@ -6,6 +6,7 @@ Runs, A/Bs, climbs and searches differ in what they say; how it is set, escaped 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,13 +21,13 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """Rows of texts under a heading."""
 
     title: str
     head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[tuple[str, ...]]
     numeric: tuple[int, ...] = ()
     """Columns that hold numbers."""
     note: str = ""

@@ -58,7 +58,7 @@ def choose_colour(index: int) -> str:
 
 
 def choose_symbol(index: int) -> str:
-    """A shape beside the colour, for whoever cannot tell colours apart."""
+    """A shape beside the colour, for readers who cannot tell colours apart."""
     return SYMBOLS[index % len(SYMBOLS)]
 
 

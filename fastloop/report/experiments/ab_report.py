@@ -246,9 +246,9 @@ def _arms(result: ExperimentResult) -> Table:
         "failed",
     )
     return Table(
-        title="Arms",
-        head=head,
-        rows=tuple(rows),
+        "Arms",
+        head,
+        rows,
         numeric=(1, 2, 3, 4, 5),
         note="Medians over the runs. A rung that had no effect gets no credit.",
     )
@@ -269,9 +269,9 @@ def _comparisons(pairs: Sequence[Pair]) -> Table:
     ]
     head = ("arm", "verdict", "ratio", "interval", "level", "smallest visible", "why")
     return Table(
-        title="Against the base",
-        head=head,
-        rows=tuple(rows),
+        "Against the base",
+        head,
+        rows,
         numeric=(2, 3, 4, 5),
         note="The ratio takes out the order of the runs, which medians do not."
         if rows
@@ -310,9 +310,9 @@ def runs(result: ExperimentResult) -> Table:
     }
     rows = [(str(place + 1), name, *known.get(place, ("n/a", "no result"))) for place, name in enumerate(result.order)]
     return Table(
-        title="Every run, in order",
-        head=("place", "arm", "seed", "samples/s"),
-        rows=tuple(rows),
+        "Every run, in order",
+        ("place", "arm", "seed", "samples/s"),
+        rows,
         numeric=(0, 2, 3),
         note="" if rows else "n/a: no run began.",
     )
@@ -326,9 +326,9 @@ def changed(result: ExperimentResult) -> Table:
         for key, base, other in keys
     ]
     return Table(
-        title="Configuration that differs",
-        head=("arm", "key", "base", "arm's"),
-        rows=tuple(rows),
+        "Configuration that differs",
+        ("arm", "key", "base", "arm's"),
+        rows,
         note="" if rows else "Nothing differs: an A/A test of the false-alarm rate.",
     )
 

@@ -192,9 +192,9 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
         f"Each is from a trial with a cost removed{notes}. With other arithmetic the top may exceed those of the start."
     )
     return Table(
-        title="Ceilings",
-        head=("if", "naive samples/s", "top samples/s"),
-        rows=tuple(rows),
+        "Ceilings",
+        ("if", "naive samples/s", "top samples/s"),
+        rows,
         numeric=(1, 2),
         note=note if rows else "n/a: none was measured.",
     )

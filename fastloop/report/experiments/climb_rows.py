@@ -132,9 +132,9 @@ def make_table(climb: ClimbFile) -> Table:
         " figures are optimistic. They tell which rung to keep, not how fast the top is."
     )
     return Table(
-        title="Rungs, in the order of the climb",
-        head=head,
-        rows=tuple(rows),
+        "Rungs, in the order of the climb",
+        head,
+        rows,
         numeric=(1, 2, 3, 4, 5),
         note=note if rows else "n/a: no rung was tried.",
     )

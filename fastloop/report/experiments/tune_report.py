@@ -120,9 +120,9 @@ def make_table(tuning: TuningFile) -> Table:
         for mark in make_marks(tuning)
     ]
     return Table(
-        title="Every value that was tried",
-        head=("value", "step ms", "samples/s", "why"),
-        rows=tuple(rows),
+        "Every value that was tried",
+        ("value", "step ms", "samples/s", "why"),
+        rows,
         numeric=(1, 2),
         note="" if rows else "n/a: no value was tried.",
     )

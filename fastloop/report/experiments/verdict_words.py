@@ -160,9 +160,5 @@ def table(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
         " each step, backwards, optimizer steps, learning rates) is equal or it is not."
     )
     return Table(
-        title="Parity",
-        head=(f"{whose} (class)", *HEAD),
-        rows=tuple(found),
-        numeric=(3, 4, 5),
-        note=note if found else "n/a: no gate ran.",
+        "Parity", (f"{whose} (class)", *HEAD), found, numeric=(3, 4, 5), note=note if found else "n/a: no gate ran."
     )

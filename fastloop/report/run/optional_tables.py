@@ -56,11 +56,11 @@ def tabulate_gpu(seen: Measurement) -> Table:
     """Means of the GPU's counters over the window; no rows where none could be read."""
     head = ("reading", "mean over the window")
     if all(seen.gpu.get(name) in (None, [], ()) for name in (*GPU, "throttle")):
-        return Table(title="The GPU", head=head, rows=())
+        return Table("The GPU", head, ())
     rows = [(label, short(seen.gpu.get(name), unit)) for name, (label, unit) in GPU.items()]
     reasons = seen.gpu.get("throttle")
     rows.append(("throttle reasons seen", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
-    return Table(title="The GPU", head=head, rows=tuple(rows), numeric=(1,))
+    return Table("The GPU", head, rows, numeric=(1,))
 
 
 def tabulate_work(seen: Measurement) -> Table:
@@ -96,13 +96,7 @@ def tabulate_work(seen: Measurement) -> Table:
         "At least: some operators could not be counted." if least else "",
         f"Not measured{where}: {'; '.join(absent)}." if rows and absent else "",
     ]
-    return Table(
-        title="Work and energy",
-        head=("what", "value"),
-        rows=tuple(rows),
-        numeric=(1,),
-        note=" ".join(filter(None, notes)),
-    )
+    return Table("Work and energy", ("what", "value"), rows, numeric=(1,), note=" ".join(filter(None, notes)))
 
 
 def _add_bound(text: str, least: str) -> str:
@@ -146,14 +140,8 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
         if isinstance(kernel, Mapping)
     ]
     return [
-        Table(
-            title="Kernels, from the trace",
-            head=("family", "ms a step", "% of step"),
-            rows=tuple(rows),
-            numeric=(1, 2),
-            note=note,
-        ),
-        Table(title="The longest kernels", head=("kernel", "ms a step"), rows=tuple(longest), numeric=(1,)),
+        Table("Kernels, from the trace", ("family", "ms a step", "% of step"), rows, numeric=(1, 2), note=note),
+        Table("The longest kernels", ("kernel", "ms a step"), longest, numeric=(1,)),
     ]
 
 
@@ -176,12 +164,7 @@ def tabulate_syncs(seen: Measurement) -> Table:
     ]
     if not rows and (hunted := count_hunted_steps(seen)):
         rows = [("none found", f"in {count_steps(hunted)}", "0", "0", "-")]
-    return Table(
-        title="Synchronisations",
-        head=("where", "what", "per step", "ms a step", "write instead"),
-        rows=tuple(rows),
-        numeric=(2, 3),
-    )
+    return Table("Synchronisations", ("where", "what", "per step", "ms a step", "write instead"), rows, numeric=(2, 3))
 
 
 def tabulate_ceilings(seen: Measurement) -> Table:
@@ -191,9 +174,9 @@ def tabulate_ceilings(seen: Measurement) -> Table:
     if rows:
         rows.insert(0, ("this run", number(seen.samples_per_s)))
     return Table(
-        title="Ceilings",
-        head=("if", "samples/s"),
-        rows=tuple(rows),
+        "Ceilings",
+        ("if", "samples/s"),
+        rows,
         numeric=(1,),
         note="Each from a trial in a fresh process; upper bounds." if rows else "",
     )
@@ -201,7 +184,7 @@ def tabulate_ceilings(seen: Measurement) -> Table:
 
 def tabulate_hooks(seen: Measurement) -> Table:
     rows = [(cut(name), number(ms, ",.3f")) for name, ms in sort_by_size(seen.hooks_ms)]
-    return Table(title="The slowest hooks", head=("hook", "host ms a step"), rows=tuple(rows), numeric=(1,))
+    return Table("The slowest hooks", ("hook", "host ms a step"), rows, numeric=(1,))
 
 
 def tabulate_ranks(seen: Measurement) -> Table:
@@ -220,7 +203,7 @@ def tabulate_ranks(seen: Measurement) -> Table:
         for rank in found
     ]
     head = ("rank", "host", "step ms", *(STYLES[part].label for part in shown), *(["ended by"] if has_ends else []))
-    return Table(title="Ranks", head=head, rows=tuple(rows), numeric=tuple(range(2, 3 + len(shown))))
+    return Table("Ranks", head, rows, numeric=tuple(range(2, 3 + len(shown))))
 
 
 def tabulate_drift(seen: Measurement) -> Table:
@@ -234,12 +217,7 @@ def tabulate_drift(seen: Measurement) -> Table:
         )
         for check in seen.drift
     ]
-    return Table(
-        title="Later checks of the step",
-        head=("after", "step", "step ms", "change %", "with"),
-        rows=tuple(rows),
-        numeric=(1, 2, 3),
-    )
+    return Table("Later checks of the step", ("after", "step", "step ms", "change %", "with"), rows, numeric=(1, 2, 3))
 
 
 def list_missing(seen: Measurement) -> list[str]:

@@ -15,7 +15,7 @@ from fastloop.report.drawing.markdown import to_markdown
 from tests.report.run.test_html import Page
 from tests.report.samples import HOSTILE
 
-TABLE = Table(title="unseen", head=("a", "b"), rows=(("x|y", "1"),), numeric=(1,), note="A note.")
+TABLE = Table("unseen", ("a", "b"), (("x|y", "1"),), numeric=(1,), note="A note.")
 SECTION = Section(title="One", text=("First.", "Second *not bold*."), table=TABLE, listed=("item",), code="a: ```1```")
 
 CURVE = Curve(alt_text="x", lines=(Line(((1.0, 2.0),)),), title="y", x_label="x", low=0.0, high=4.0)
@@ -73,7 +73,7 @@ def test_without_a_page_the_markdown_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_hostile_stays_text() -> None:
     texts: dict[str, Any] = dict.fromkeys(("kind", "verdict", "lede", "picture_title", "closing"), HOSTILE)
     tuples: dict[str, Any] = dict.fromkeys(("run", "also", "flags", "lines"), (HOSTILE,))
-    table = Table(title=HOSTILE, head=(HOSTILE,), rows=((HOSTILE,),))
+    table = Table(HOSTILE, (HOSTILE,), ((HOSTILE,),))
     page = to_html(
         told(
             **texts,

@@ -120,7 +120,7 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
         "ended": "normally",
         "step time, mean": "n/a",
         "median (p10 to p90)": "n/a (n/a to n/a)",
-        "of which waiting for data": "n/a",
+        "of that, waiting for data": "n/a",
         "watching cost": "n/a",
         "samples per second, all ranks": "n/a",
         "samples per step, all ranks": "n/a",

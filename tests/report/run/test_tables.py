@@ -35,10 +35,10 @@ def test_rows_are_as_long_as_the_head(run: str) -> None:
 
 
 def test_one_time_costs_have_a_table_where_they_were_measured() -> None:
-    assert tables.tabulate_one_time(SEEN).rows == (), "an older file"
+    assert tuple(tables.tabulate_one_time(SEEN).rows) == (), "an older file"
     once = {"workers": 3.21, "compile": 41.0, "rehearsal": None, "new_cause": 0.0}
     table = tables.tabulate_one_time(dataclasses.replace(SEEN, one_time_s=once))
-    assert table.rows == (
+    assert tuple(table.rows) == (
         ("compiles of the training", "41 s"),
         ("from the workers' start to the first batch", "3.2 s"),
         ("rehearsals, without their compiles", "n/a"),
@@ -92,7 +92,7 @@ def test_details_leave_out_what_the_state_says() -> None:
 
 def test_rungs() -> None:
     table = tables.tabulate_rungs([Verdict(rung="amp", took=None, why="x")])
-    assert table.rows == (("amp", "unknown", "x", "exact"),) and table.note == ""
+    assert tuple(table.rows) == (("amp", "unknown", "x", "exact"),) and table.note == ""
     assert tables.tabulate_rungs([]).note == "None is switched on."
     steps = (
         Step(rung="amp", status="planned", change=Change(notes=("a", "b"))),
