@@ -24,21 +24,6 @@ def to_html(document: Document) -> str:
     Raises:
         ImportError: jinja2 is not installed.
     """
-    return _render(
-        "document.html.jinja",
-        document=document,
-        columns=[
-            (is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)
-        ],
-    )
-
-
-def _render(template: str, **content: object) -> str:
-    """One of the templates, filled in: whatever is no ``Markup`` is escaped.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
     import jinja2
 
     def source(name: str) -> str:
@@ -53,4 +38,5 @@ def _render(template: str, **content: object) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     made.filters |= {"split_code": CODE.split, "choose_ink": choose_ink}
-    return made.get_template(template).render(content)
+    columns = [(is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)]
+    return made.get_template("document.html.jinja").render(document=document, columns=columns)

@@ -39,7 +39,7 @@ def lines(result: ExperimentResult) -> list[str]:
     best = pairs[0] if pairs else None
     kinds = [
         ("RATE", _rate(result, best)),
-        ("PARITY", _parity(best)),
+        ("PARITY", [verdict_words.line(best[0].parity)] if best else []),
         ("WHY", _why(result, best)),
         ("", [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]),
         ("ARMS", [verdict_words.together(result.comparisons)]),
@@ -49,7 +49,9 @@ def lines(result: ExperimentResult) -> list[str]:
         ("ON", [", ".join(describe_hardware(result.hardware))]),
         ("FILES", [result.run_dir]),
     ]
-    return verdict_words.lay_out(_first(result, best), kinds)
+    named = ": ".join(filter(None, [result.name, _against(result, best)]))
+    partial = "   PARTIAL: the experiment did not end" if result.partial else ""
+    return verdict_words.lay_out(f"fastloop {verdict(result)}   {named}".rstrip() + partial, kinds)
 
 
 def reports(result: ExperimentResult) -> dict[str, str]:
@@ -77,21 +79,13 @@ def make_document(result: ExperimentResult) -> Document:
     partial = ["PARTIAL: the experiment did not end"] if result.partial else []
     parity = verdict_words.line(best[0].parity) if best else ""
     together = verdict_words.together(result.comparisons)
+    also = [parity and f"Parity: {parity}.", *(_describe(*pair) for pair in pairs[1:]), together and f"{together}."]
     return Document(
         kind="A/B",
         verdict=headline[:1] + headline[1:].lower(),
         tone=verdict_words.tone(headline),
         lede=_lede(result, best),
-        also=tuple(
-            filter(
-                None,
-                [
-                    f"Parity: {parity}." if parity else "",
-                    *(_describe(*pair) for pair in pairs[1:]),
-                    together and f"{together}.",
-                ],
-            )
-        ),
+        also=tuple(filter(None, also)),
         lines=tuple(lines(result)),
         run=tuple(filter(None, setting)),
         pictures=ab_picture.draw(result),
@@ -109,12 +103,6 @@ def verdict(result: ExperimentResult) -> str:
     if pairs:
         return headline(*pairs[0])
     return "FAILED" if result.failures or any(arm.failed for arm in result.arms) else "INSUFFICIENT"
-
-
-def _first(result: ExperimentResult, best: Pair | None) -> str:
-    named = ": ".join(filter(None, [result.name, _against(result, best)]))
-    partial = "   PARTIAL: the experiment did not end" if result.partial else ""
-    return f"fastloop {verdict(result)}   {named}".rstrip() + partial
 
 
 def _against(result: ExperimentResult, best: Pair | None) -> str:
@@ -170,10 +158,6 @@ def _count(arms: Sequence[ArmResult]) -> str:
     if len(set(counts)) == 1:
         return f"{of}{counts[0]} run{'' if counts[0] == 1 else 's'} of each"
     return f"{of}{' and '.join(map(str, counts))} runs"
-
-
-def _parity(best: Pair | None) -> list[str]:
-    return [verdict_words.line(best[0].parity)] if best else []
 
 
 def _why(result: ExperimentResult, best: Pair | None) -> list[str]:
@@ -291,11 +275,8 @@ def failures(result: ExperimentResult) -> list[str]:
     """Each failed run in a line: cause, rank, last step."""
     found = []
     for failure in result.failures:
-        where = [
-            f"{label} {value}"
-            for label, value in (("rank", failure.rank), ("last step", failure.last_step))
-            if value is not None
-        ]
+        known = (("rank", failure.rank), ("last step", failure.last_step))
+        where = [f"{label} {value}" for label, value in known if value is not None]
         run = "" if failure.run is None else f", {failure.run}"
         found.append(", ".join([f"{failure.arm}{run}: {failure.cause or 'n/a'}", *where]))
     return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastloop.records.card import Setting
 from fastloop.records.experiment import Hardware
-from fastloop.records.tuning import TuningFile
+from fastloop.records.tuning import Point, TuningFile
 from fastloop.records.yaml_text import dump_on_one_line, dump_yaml
 from fastloop.report.drawing.bars import Bar, Chart, Row, choose_ticks
 from fastloop.report.drawing.document import Document, Section, Table
@@ -21,29 +19,11 @@ CLOSING = "A search ranks values by step time. It proves no speed-up: that takes
 _OTHER, _BEST = "#2f6fb5", "#2a9d74"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """One value that was tried, as it is drawn."""
-
-    value: Setting
-    step_ms: float | None
-    samples_per_s: float | None
-    ok: bool
-    why: str
-    best: bool
-    note: str
-    """best, or as it is: what the training has without the rung."""
-
-    @property
-    def label(self) -> str:
-        return _format(self.value)
-
-
 def lines(tuning: TuningFile) -> list[str]:
     """What the terminal shows, verdict first."""
-    tried = make_marks(tuning)
-    curve = ", ".join(f"{mark.label}{mark.note}: {short(mark.step_ms)}" for mark in tried if mark.ok)
-    failed = "; ".join(f"{mark.label}: {mark.why or 'n/a'}" for mark in tried if not mark.ok)
+    tried = [(name_point(tuning, point), point) for point in list_points(tuning)]
+    curve = ", ".join(f"{name}: {short(point.step_ms)}" for name, point in tried if _ran(point))
+    failed = "; ".join(f"{name}: {point.why or 'n/a'}" for name, point in tried if not _ran(point))
     kinds = [
         ("STEP", [f"{curve} ms" if curve else ""]),
         ("WHY", [tuning.why]),
@@ -73,7 +53,7 @@ def _split_headline(tuning: TuningFile) -> tuple[str, str]:
         return "BEST", f"{key} = {_format(tuning.best)}"
     if tuning.partial:
         return "NOT FINISHED", key
-    return ("NOTHING TO GAIN FROM" if any(mark.ok for mark in make_marks(tuning)) else "NO VALUE RAN OF"), key
+    return ("NOTHING TO GAIN FROM" if any(map(_ran, tuning.points)) else "NO VALUE RAN OF"), key
 
 
 def make_document(tuning: TuningFile) -> Document:
@@ -102,8 +82,8 @@ def make_document(tuning: TuningFile) -> Document:
 def describe(tuning: TuningFile) -> str:
     """The picture in words."""
     texts = [
-        f"{mark.label} {short(mark.step_ms, 'ms') if mark.ok else 'failed'}{', the best' if mark.best else ''}"
-        for mark in make_marks(tuning)
+        f"{name_point(tuning, point)} {short(point.step_ms, 'ms') if _ran(point) else 'failed'}"
+        for point in list_points(tuning)
     ]
     return f"Milliseconds of a step for each value: {'; '.join(texts) or 'none'}."
 
@@ -112,62 +92,58 @@ def make_table(tuning: TuningFile) -> Table:
     """A row for each value, in the order of the axis."""
     rows = [
         (
-            f"{mark.label}{mark.note}",
-            short(mark.step_ms),
-            short(mark.samples_per_s),
-            mark.why or ("-" if mark.ok else "n/a"),
+            name_point(tuning, point),
+            short(point.step_ms),
+            short(point.samples_per_s),
+            point.why or ("-" if _ran(point) else "n/a"),
         )
-        for mark in make_marks(tuning)
+        for point in list_points(tuning)
     ]
+    note = "" if rows else "n/a: no value was tried."
     return Table(
-        "Every value that was tried",
-        ("value", "step ms", "samples/s", "why"),
-        rows,
-        numeric=(1, 2),
-        note="" if rows else "n/a: no value was tried.",
+        "Every value that was tried", ("value", "step ms", "samples/s", "why"), rows, numeric=(1, 2), note=note
     )
 
 
-def make_marks(tuning: TuningFile) -> list[Mark]:
+def list_points(tuning: TuningFile) -> list[Point]:
     """Every value: numbers by size, names in the order they were tried."""
-    made = []
-    for point in tuning.points:
-        best = tuning.best is not None and point.value == tuning.best
-        as_it_is = tuning.as_it_is is not None and point.value == tuning.as_it_is
-        made.append(
-            Mark(
-                value=point.value,
-                step_ms=point.step_ms,
-                samples_per_s=point.samples_per_s,
-                ok=point.ok and point.step_ms is not None,
-                why=point.why or "",
-                best=best,
-                note=" (best)" if best else " (as it is)" if as_it_is else "",
-            )
-        )
-    is_numeric = all(isinstance(mark.value, (int, float)) for mark in made)
-    return sorted(made, key=lambda mark: float(mark.value or 0)) if is_numeric else made
+    is_numeric = all(isinstance(point.value, (int, float)) for point in tuning.points)
+    return sorted(tuning.points, key=lambda point: float(point.value or 0)) if is_numeric else list(tuning.points)
+
+
+def name_point(tuning: TuningFile, point: Point) -> str:
+    """The value, and whether it is the best, or what the training has without the rung."""
+    note = " (as it is)" if tuning.as_it_is is not None and point.value == tuning.as_it_is else ""
+    return f"{_format(point.value)}{' (best)' if _is_best(tuning, point) else note}"
+
+
+def _is_best(tuning: TuningFile, point: Point) -> bool:
+    return tuning.best is not None and point.value == tuning.best
+
+
+def _ran(point: Point) -> bool:
+    return point.ok and point.step_ms is not None
 
 
 def chart(tuning: TuningFile) -> tuple[Chart, ...]:
     """A bar for each value, and the causes of those that failed; nothing where none was tried."""
-    tried = make_marks(tuning)
+    times_ms = [point.step_ms for point in tuning.points if point.ok and point.step_ms is not None]
+    high = 1.04 * max(times_ms, default=0.0) or 1.0
     rows = [
         Row(
-            name=f"{cut(mark.label, 40)}{mark.note}",
-            bars=(Bar(0, mark.step_ms or 0.0, _BEST if mark.best else _OTHER),) if mark.ok else (),
-            value=short(mark.step_ms, "ms") if mark.ok else "failed",
-            note="" if mark.ok else mark.why or "n/a",
-            weight="strong" if mark.best else "",
+            name=cut(name_point(tuning, point), 40),
+            bars=(Bar(0, point.step_ms or 0.0, _BEST if _is_best(tuning, point) else _OTHER),) if _ran(point) else (),
+            value=short(point.step_ms, "ms") if _ran(point) else "failed",
+            note="" if _ran(point) else point.why or "n/a",
+            weight="strong" if _is_best(tuning, point) else "",
         )
-        for mark in tried
+        for point in list_points(tuning)
     ]
-    high = 1.04 * max((mark.step_ms or 0.0 for mark in tried if mark.ok), default=0.0) or 1.0
     chart = Chart(
         alt_text=describe(tuning),
         rows=tuple(rows),
         high=high,
-        ticks=choose_ticks(0, high) if any(mark.ok for mark in tried) else (),
+        ticks=choose_ticks(0, high) if times_ms else (),
         note=f"Milliseconds of a step for each value of {tuning.key or tuning.what or 'n/a'}.",
         is_stacked=True,
     )

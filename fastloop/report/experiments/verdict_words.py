@@ -140,20 +140,16 @@ def share(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def _make_rows(parity: Outcome) -> list[tuple[str, ...]]:
-    """A row of texts for each gate."""
-    return [
-        (gate.name, _PASSED[gate.passed], size(gate, "deviation"), size(gate, "limit"), size(gate, "visible"), gate.why)
-        for gate in parity.gates
-    ]
-
-
 def table(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
     """The gates of several arms or rungs; one whose gates did not run has a row that says why."""
-    found = []
+    found = list[tuple[str, ...]]()
     for name, parity in outcomes:
-        nothing = [("none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why)]
-        found += [(f"{name} ({parity.parity_class})", *row) for row in _make_rows(parity) or nothing]
+        whose_gates = f"{name} ({parity.parity_class})"
+        for gate in parity.gates:
+            figures = (size(gate, "deviation"), size(gate, "limit"), size(gate, "visible"))
+            found.append((whose_gates, gate.name, _PASSED[gate.passed], *figures, gate.why))
+        if not parity.gates:
+            found.append((whose_gates, "none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why))
     note = (
         "Deviation, limit and smallest visible deviation share a unit: of the gradient, the norm of the difference"
         " over the norm of the base's gradient; of the loss, per cent of the base's loss. The ledger (samples of"

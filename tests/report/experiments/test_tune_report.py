@@ -72,8 +72,8 @@ def test_the_patch_is_yaml_to_copy() -> None:
     ids=["numbers", "names", "fractions"],
 )
 def test_the_order_of_values(values: list[Any], order: list[str]) -> None:
-    points = tune_report.make_marks(opened({"points": [{"value": value, "step_ms": 1.0} for value in values]}))
-    assert [point.label for point in points] == order
+    tuning = opened({"points": [{"value": value, "step_ms": 1.0} for value in values]})
+    assert [tune_report.name_point(tuning, point) for point in tune_report.list_points(tuning)] == order
 
 
 def test_the_best_is_marked_and_failures_have_their_causes() -> None:
