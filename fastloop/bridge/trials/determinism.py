@@ -1,4 +1,4 @@
-"""A training step that comes out the same twice: no dropout, kernels that add up in one order, the same random numbers.
+"""A training step that repeats bit for bit: no dropout, deterministic kernels, the same random numbers.
 
 For disposable processes, where nothing else trains meanwhile; all of it ends with the context, but for random streams.
 """
