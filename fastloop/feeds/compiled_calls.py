@@ -255,9 +255,9 @@ class Frozen:
         every = {f".{name}": buffer for name, buffer in self.module.named_buffers()} | self.tensors
         return {id(each): way for way, each in every.items() if way not in self.barred and not torch.is_inference(each)}
 
-    def take(self, way: str, tensor: torch.Tensor) -> None:
-        """A graph holds its numbers from now on."""
-        self.digests[way] = _digest(tensor)
+    def take(self, ways: Mapping[int, str], taken: Mapping[int, torch.Tensor]) -> None:
+        """A graph holds the numbers of these from now on."""
+        self.digests |= {ways[key]: _digest(tensor) for key, tensor in taken.items()}
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -301,13 +301,11 @@ class _Passing:
     frozen: Frozen
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        ways = graph.meta[MAY_TAKE] = self.frozen.list_ways()
-        taken = graph.meta[TAKEN] = dict[int, torch.Tensor]()
+        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}}
         for each in self.passes:
             graph = each(graph)
             _add_values(graph.graph)
-        for key, tensor in taken.items():
-            self.frozen.take(ways[key], tensor)
+        self.frozen.take(graph.meta.pop(MAY_TAKE), graph.meta.pop(TAKEN))
         if self.mode == "eager":
             return graph.forward
         from torch._inductor.compile_fx import compile_fx
