@@ -104,7 +104,8 @@ class Length:
         return start_s + self.steps * step_ms / 1e3
 
     def up_to(self, ends_at: int | None) -> Length:
-        """The same of a training that ends by itself after so many steps; at most a third of them are warm-up."""
+        """The same of a training that ends by itself after so many steps, of which a third at most are warm-up; never
+        fewer than `LEAST_WARMUP` and `FEWEST_STEPS` in a window."""
         if ends_at is None or self.steps <= ends_at:
             return self
         warm = min(self.warmup, max(LEAST_WARMUP, ends_at // 3))

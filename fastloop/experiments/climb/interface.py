@@ -75,6 +75,11 @@ class Result:
     trial: Trial | None = None
 
     @property
+    def start_s(self) -> float:
+        """What it took besides its steps."""
+        return max(1.0, self.seconds - (self.steps or 0) * (self.step_ms or 0.0) / 1e3)
+
+    @property
     def core_ms(self) -> float | None:
         return None if self.step_ms is None else max(0.0, self.step_ms - self.outside_ms)
 
