@@ -253,7 +253,7 @@ def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Fai
     ended = (
         Failed(f"fastloop: {cause}")
         if trial is None
-        else failed(dataclasses.replace(trial, cause=cause), recorder.place)
+        else failed(dataclasses.replace(trial, cause=cause), recorder.place if climb.rows else None)
     )
     with contextlib.suppress(Exception):  # it must not hide what happened
         attach(ended, recorder.write())
