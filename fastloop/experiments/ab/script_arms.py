@@ -183,10 +183,7 @@ class ScriptArm:
         trial = self._trial(label, folder, ask, config, ended, events)
         store.save(folder, {TRIAL: trial})
         if say is not None:
-            for note in [
-                *([f"its fit was measured, then: {ended.cause}"] if trial.ok and ended.cause else []),
-                *notes(events),
-            ]:
+            for note in [*_describe_end(trial, ended), *notes(events)]:
                 say(note)
         return trial
 
@@ -252,6 +249,15 @@ class ScriptArm:
             began=began_at(events),
             unsaved=any(event.event == "unsaved" for event in events),
         )
+
+
+def _describe_end(trial: Trial, ended: Ended) -> list[str]:
+    """How a script failed after the fit that was measured."""
+    if not trial.ok or not ended.cause:
+        return []
+    if trial.unsaved and "checkpoint" in ended.cause.lower():
+        return ["its fit was measured; what follows it wants a checkpoint, and these runs write none"]
+    return [f"its fit was measured, then: {ended.cause}"]
 
 
 def _cause(
