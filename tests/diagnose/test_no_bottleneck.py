@@ -56,7 +56,7 @@ def test_what_was_not_measured_is_said() -> None:
 def test_what_waited_for_a_cpu_is_not_nothing_to_gain() -> None:
     crowd = {"cpu": {"crowded": True}}
     (finding,) = findings(on_cpu(evidence=crowd))
-    assert finding.title == "CPUS OVERSUBSCRIBED" and finding.why.startswith("the CPUs were oversubscribed: run it")
+    assert finding.title == "CPUS OVERSUBSCRIBED" and finding.why.startswith("the CPUs were oversubscribed (run it")
     assert findings(scene(**{**SMALL, "device": "cuda"}, evidence=crowd))[0].title != "CPUS OVERSUBSCRIBED"
 
 
