@@ -56,8 +56,8 @@ def test_what_was_not_measured_is_said() -> None:
 def test_what_waited_for_a_cpu_is_not_nothing_to_gain() -> None:
     crowd = {"cpu": {"crowded": True}}
     (finding,) = findings(on_cpu(evidence=crowd))
-    assert finding.title == "CPUS OVERSUBSCRIBED" and finding.why.startswith("the CPUs were oversubscribed (run it")
-    assert findings(scene(**{**SMALL, "device": "cuda"}, evidence=crowd))[0].title != "CPUS OVERSUBSCRIBED"
+    assert finding.title == "CPU OVERSUBSCRIBED" and finding.why.startswith("the CPUs were oversubscribed (run it")
+    assert findings(scene(**{**SMALL, "device": "cuda"}, evidence=crowd))[0].title != "CPU OVERSUBSCRIBED"
 
 
 def test_a_share_that_is_small_in_milliseconds_is_called_so() -> None:
