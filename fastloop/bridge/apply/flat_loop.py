@@ -15,6 +15,7 @@ import logging
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,9 +104,9 @@ class HookCalls:
         silent = type(trainer.profiler) is namespaces.load(space, "profilers.PassThroughProfiler")
         self._silent = trainer.profiler if silent else None
 
-    def is_empty(self, hook: Any) -> bool:
-        """Whether nothing comes of calling it."""
-        return getattr(hook, "__func__", None) in self._empty or not callable(hook)
+    def is_heard(self, hook: Any) -> bool:
+        """Whether anything comes of calling it."""
+        return getattr(hook, "__func__", None) not in self._empty and callable(hook)
 
     def profile(self, trainer: Any, action: str) -> Any:
         """The profiler's context, where somebody listens."""
@@ -126,7 +127,7 @@ class HookCalls:
 
     def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         hook = getattr(self._module, hook_name)
-        if self.is_empty(hook) or (hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)):
+        if not self.is_heard(hook) or (hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)):
             return None
         return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
 
@@ -135,8 +136,10 @@ class HookCalls:
         return self._run(trainer, "[Strategy]", trainer.strategy, hook, hook_name, args, kwargs)
 
     def _call_callback_hooks(self, trainer: Any, hook_name: str, *args: Any) -> None:
+        empty = self._empty
         for callback in trainer.callbacks:
-            if not self.is_empty(hook := getattr(callback, hook_name)):
+            hook = getattr(callback, hook_name)
+            if getattr(hook, "__func__", None) not in empty and callable(hook):
                 self._run(trainer, "[Callback]", callback, hook, hook_name, (trainer, self._module, *args), {})
 
     def _run(self, trainer: Any, kind: str, owner: Any, hook: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -173,25 +176,32 @@ class FlatLoop:
 
     def __init__(self, trainer: Any, module: Any, calls: HookCalls) -> None:
         space = namespaces.of(trainer)
-        self._trainer, self._module, self._calls = trainer, module, calls
+        self._trainer, self._module, self._strategy, self._calls = trainer, module, trainer.strategy, calls
         self._loop, self._connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         self._automatic = self._loop.automatic_optimization
         self._training = namespaces.load(space, "trainer.states.RunningStage").TRAINING
+        self._closure = namespaces.load(space, "loops.optimization.automatic.Closure")
         self._iterates = namespaces.load(space, "loops.fetchers._DataLoaderIterDataFetcher")
         base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
         self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
         movers = [kind for kind in strategy.__mro__ if "batch_to_device" in vars(kind)]
         self._moves_plainly = movers[1:] == [namespaces.load(space, "strategies.Strategy")]
-        self._shows_loss = type(module).backward is not base.backward or not all(
-            calls.is_empty(getattr(owner, name))
+        self._shows_loss = type(module).backward is not base.backward or any(
+            calls.is_heard(getattr(owner, name))
             for owner in (module, *trainer.callbacks)
             for name in ("on_before_zero_grad", "on_before_backward")
+        )
+        self._limit, self._validates = trainer.limit_val_batches, trainer.enable_validation
+        precision, kind = trainer.precision_plugin, namespaces.load(space, "plugins.precision.Precision")
+        self._has_context = any(
+            getattr(type(precision), name) is not getattr(kind, name) for name in ("train_step_context", "forward_context")
         )
         self.batches = 0
         """How many went through here."""
         self._whole = {
             "advance": self._loop.advance,
             "on_advance_end": self._loop.on_advance_end,
+            "run": self._automatic.run,
             "_training_step": self._automatic._training_step,
         }
 
@@ -199,6 +209,9 @@ class FlatLoop:
         """What to set on Lightning's objects."""
         yield vars(self._loop), "advance", self._advance
         yield vars(self._loop), "on_advance_end", self._end_advance
+        yield vars(self._automatic), "run", self._optimize
+        if not self._has_context:
+            yield vars(self._trainer.precision_plugin), "train_step_context", lambda: NOTHING
         if not self._shows_loss:
             yield vars(self._automatic), "_training_step", self._training_step
 
@@ -208,7 +221,7 @@ class FlatLoop:
             and self._module.automatic_optimization
             and self._trainer.state.stage is self._training
             and not isinstance(fetcher, self._iterates)
-            and self._calls.is_empty(self._module.on_train_batch_start)  # which may skip the rest of the epoch
+            and not self._calls.is_heard(self._module.on_train_batch_start)  # which may skip the rest of the epoch
         )
 
     def _advance(self, fetcher: Any) -> None:
@@ -221,7 +234,7 @@ class FlatLoop:
         batch, _, _ = next(fetcher)
         batch_idx = progress.current.ready
         progress.is_last_batch = fetcher.done
-        batch = trainer.precision_plugin.convert_input(batch)
+        batch = self._strategy.precision_plugin.convert_input(batch)
         batch = self._call_batch_hook("on_before_batch_transfer", batch, 0)
         batch = self._move(batch)
         progress.increment_ready()
@@ -235,9 +248,9 @@ class FlatLoop:
             progress.increment_started()
             kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
             with calls.profile(trainer, "run_training_batch"):
-                output = self._automatic.run(trainer.optimizers[0], batch_idx, kwargs)
+                output = self._automatic.run(self._strategy.optimizers[0], batch_idx, kwargs)
         progress.increment_processed()
-        if trainer.lr_scheduler_configs:
+        if self._strategy.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -250,10 +263,38 @@ class FlatLoop:
         """``_TrainingEpochLoop.on_advance_end``."""
         trainer, loop = self._trainer, self._loop
         stops = trainer.should_stop or trainer.received_sigterm
-        if stops or trainer.lr_scheduler_configs or loop._skip_next_val or loop._should_check_val_fx(fetcher):
+        validates = self._validates or trainer.limit_val_batches != self._limit
+        if stops or self._strategy.lr_scheduler_configs or (validates and loop._should_check_val_fx(fetcher)):
             self._whole["on_advance_end"](fetcher)
         elif not loop._should_accumulate():
             loop._batches_that_stepped += 1
+
+    def _optimize(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+        """``_AutomaticOptimization.run``, where the batch ends with a step."""
+        trainer, automatic, calls = self._trainer, self._automatic, self._calls
+        if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._loop._should_accumulate():
+            return self._whole["run"](optimizer, batch_idx, kwargs)
+        epoch, progress = trainer.current_epoch, automatic.optim_progress.optimizer
+
+        def zero_grad() -> None:
+            progress.zero_grad.increment_ready()
+            calls._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
+            calls._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
+            progress.zero_grad.increment_started()
+            calls._call_lightning_module_hook(trainer, "optimizer_zero_grad", epoch, batch_idx, optimizer)
+            progress.zero_grad.increment_completed()
+
+        closure = self._closure(
+            partial(automatic._training_step, kwargs),
+            lambda loss: calls._call_strategy_hook(trainer, "backward", loss, optimizer),
+            zero_grad if batch_idx % trainer.accumulate_grad_batches == 0 else None,
+        )
+        progress.step.increment_ready()
+        wrapped = self._strategy._lightning_optimizers[0]
+        calls._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, wrapped, closure)
+        progress.step.increment_completed()
+        result = closure.consume_result()
+        return {} if result.loss is None else result.asdict()
 
     def _call_batch_hook(self, name: str, batch: Any, *args: Any) -> Any:
         """``LightningModule._call_batch_hook``."""
@@ -266,7 +307,7 @@ class FlatLoop:
 
     def _move(self, batch: Any) -> Any:
         """``Strategy.batch_to_device``, in which ours calls the applier."""
-        trainer, strategy = self._trainer, self._trainer.strategy
+        trainer, strategy = self._trainer, self._strategy
         if not self._moves_plainly or "batch_to_device" in vars(strategy) or strategy.fastloop is None:
             return self._calls._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         args = batch, self._transfer, 0
@@ -276,7 +317,7 @@ class FlatLoop:
 
     def _transfer(self, batch: Any) -> Any:
         """``LightningModule._apply_batch_transfer_handler``."""
-        batch = self._call_batch_hook("transfer_batch_to_device", batch, self._trainer.strategy.root_device, 0)
+        batch = self._call_batch_hook("transfer_batch_to_device", batch, self._strategy.root_device, 0)
         return self._call_batch_hook("on_after_batch_transfer", batch, 0)
 
     def _begin_batch(self, batch: Any) -> None:
@@ -305,7 +346,7 @@ class FlatLoop:
         if trainer.accumulate_grad_batches != 1:
             return self._whole["_training_step"](kwargs)
         output = self._calls._call_strategy_hook(trainer, "training_step", *kwargs.values())
-        trainer.strategy.post_training_step()
+        self._strategy.post_training_step()
         if type(output) is torch.Tensor and output.is_floating_point():
             return kind(output)
         return kind.from_training_step_output(output, 1)
