@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks.cases import say
-from recipes import DATA, FULL
+from benchmarks.compute import DATA, FULL
 
 LIMIT_S = 480
 STEPS = {
