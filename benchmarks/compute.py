@@ -135,7 +135,7 @@ def main() -> None:
         for recipe in options.recipes
         for name, arm in ([(arm, arm) for arm in options.arms.split(",")] if options.arms else list_stacks(recipe))
     ]
-    options.budget -= GRACE_S
+    options.until -= GRACE_S
     with quick_starts():
         run_cases("compute", cases, options, rate="samples_per_s")
 

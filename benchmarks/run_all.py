@@ -49,7 +49,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.cases import ROOT
+from benchmarks.cases import BEGAN, ROOT
 from fastloop.evidence import machine
 
 MARGIN_S = 10.0
@@ -110,7 +110,7 @@ def run_part(part: Part, limit_s: float, environ: dict[str, str], output: Output
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environ,
+        env=environ | {BEGAN: str(began)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

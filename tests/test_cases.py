@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_each_case_has_its_line_and_none_ends_the_rest(capsys: pytest.CaptureFix
         Case("too long", lambda _: {"rate": 1.0}, 1000),
         Case("runs", lambda left_s: {"rate": next(rates), "left_s": left_s, "setup_s": 1e9}, 90),
     ]
-    options = argparse.Namespace(rounds=3, size="tiny", budget=100.0)
+    options = argparse.Namespace(rounds=3, size="tiny", until=time.monotonic() + 100)
     with pytest.raises(SystemExit) as ended:
         run_cases("test", cases, options, rate="rate", batch=8)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
