@@ -33,7 +33,6 @@ class Line(NamedTuple):
 class Curve:
     """Lines over two common axes."""
 
-    alt_text: str
     lines: tuple[Line, ...]
     title: str
     """What the y axis shows."""
@@ -44,6 +43,11 @@ class Curve:
     lost: tuple[tuple[float, str], ...] = ()
     """x and colour of crosses at the bottom: points that have no y."""
     inner_height: int = 180
+
+    @property
+    def alt_text(self) -> str:
+        """The picture in words."""
+        return f"{self.title} over {self.x_label}."
 
     @property
     def width(self) -> int:
