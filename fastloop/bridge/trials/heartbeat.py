@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.fit.callback import BATCH_HOOKS
 from fastloop.bridge.fit.training import ProgressLines
+from fastloop.bridge.watch.session import count_planned_steps
 
 WIDTH = 48
 """Characters of a beat, which is written over the one before it."""
@@ -33,6 +34,7 @@ class Beats(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        self._ends_at: int | None = None
         drop_other_hooks(self, "on_train_batch_end")
 
     @classmethod
@@ -51,7 +53,12 @@ class Beats(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         self._beat(trainer)
 
-    on_validation_batch_end = on_train_start = on_train_end = on_train_batch_end
+    on_validation_batch_end = on_train_end = on_train_batch_end
+
+    def on_train_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        planned = count_planned_steps(trainer)  # epochs may end before max_steps
+        self._ends_at = None if planned is None else trainer.global_step + planned
+        self._beat(trainer)
 
     def on_exception(self, trainer: Any, *_: Any, **__: Any) -> None:
         self._beat(trainer)
@@ -62,7 +69,8 @@ class Beats(Callback):
 
     def _beat(self, trainer: Any) -> None:
         if self._file is not None:
-            text = f"{trainer.global_step} {trainer.max_steps} {os.getpid()}".ljust(WIDTH - 1) + "\n"
+            steps = trainer.max_steps if self._ends_at is None else self._ends_at
+            text = f"{trainer.global_step} {steps} {os.getpid()}".ljust(WIDTH - 1) + "\n"
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, text.encode(), 0)
 

@@ -115,7 +115,8 @@ class Ledger(Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._write(trainer, type(exception).__name__)
+        if trainer.state.fn == "fit":  # a test after it may look for a checkpoint, which no trial writes
+            self._write(trainer, type(exception).__name__)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,8 @@ class Injected(Callback):
             config = dataclasses.replace(config, rehearsal="off")
         loop = FastLoop.of(config, out=out, quiet=True)
         loop.in_trial = self.orders.disposable
+        if self.orders.seed_offset:
+            determinism.shift_seeds(self.orders.seed_offset)
         try:
             ceilings.take_away(trainer, self.orders.variation)
             if self.orders.variation == GRADIENTS:

@@ -15,6 +15,7 @@ import io
 import logging
 import multiprocessing.process
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -75,16 +76,23 @@ def become(
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
-    if (numpy := sys.modules.get("numpy")) is not None:  # Python's own generator does this by itself
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()
+    _seed(environ.get("PL_GLOBAL_SEED", ""))
     code = 1
     try:
         code = _run(command, path, after)
     except BaseException:
         traceback.print_exc()
     _end(code, after)
+
+
+def _seed(given: str) -> None:
+    """Begin new random streams, at the seed that is given: runs of a script that seeds nothing then compare."""
+    seed = int(given) if given.isdecimal() else None
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed() if seed is None else torch.manual_seed(seed)
 
 
 def take_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
