@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from fastloop.report.drawing.bars import INK, choose_ticks
@@ -67,7 +68,7 @@ class Curve:
         """Below the curves stand the ticks and the label of the x axis."""
         return self.bottom + 2 * LABEL
 
-    @property
+    @cached_property
     def x_ends(self) -> tuple[float, float]:
         """The ends of the x axis."""
         found = [x for line in self.lines for x, _ in line.points] + [x for x, _ in self.lost]
