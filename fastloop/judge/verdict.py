@@ -1,8 +1,8 @@
 """From the runs of two arms and their parity to a verdict in one sentence.
 
-No speed is claimed without runs enough, without a changed rung that took, or where the arms are not the same training;
-"inconclusive" is a fine answer. Several arms against one base share the error rate (``statistics.error_rate``): of twenty
-experiments in which nothing differs, however many arms they have, one says otherwise.
+No speed is claimed with too few runs, without a changed rung that took, or where the arms are not the same training;
+"inconclusive" is a fine answer. Several arms against one base share the error rate (``statistics.error_rate``): of
+twenty experiments in which nothing differs, one reports a difference, however many arms they have.
 """
 
 from __future__ import annotations
