@@ -183,7 +183,7 @@ class _Reader:
             )
         if self._count <= MAX_NODES and len(path) <= MAX_DEPTH:
             return
-        section = self._at(path[:1], self.lines[path[:1]])
+        section = self._at(path[:1], self.lines.get(path[:1], line))
         if len(path) > MAX_DEPTH:
             raise _too_deep(section)
         raise ConfigError(

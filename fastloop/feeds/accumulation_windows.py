@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from fastloop.evidence.worker_limits import count_used_batches
+from fastloop.feeds.lazy_loader import StandIn
 from fastloop.records.facts import Facts, LoaderFacts
 
 
@@ -16,20 +18,20 @@ class Joined(list[Any]):
     sizes: tuple[int, ...] = ()
 
 
-class WindowSampler:
+class WindowSampler(StandIn):
     """Joins each `window` batches of a batch sampler into one, and remembers their sizes in order.
 
     The sizes matter: Lightning weighs every batch of a window the same (1/window), whatever its size, and so does a
     merged window when it is cut again. They are kept in a queue because batches are drawn ahead of their use.
 
     Args:
-        batches: the user's batch sampler, any iterable of index lists.
+        inner: the user's batch sampler, any iterable of index lists.
         window: batches per window.
         limit: batches of an epoch to use (``limit_train_batches``); None = all.
     """
 
-    def __init__(self, batches: Iterable[Any], window: int, limit: int | None = None) -> None:
-        self.batches, self.window, self.limit = batches, window, limit
+    def __init__(self, inner: Iterable[Any], window: int, limit: int | None = None) -> None:
+        self.inner, self.window, self.limit = inner, window, limit
         self.limit_once: int | None = None
         """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
         self.first_once: int | None = None
@@ -40,7 +42,7 @@ class WindowSampler:
         self.sizes.clear()
         limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
         size, self.first_once = self.first_once or self.window, None
-        source = islice(iter(self.batches), limit)
+        source = islice(iter(self.inner), limit)
         while window := [list(batch) for batch in islice(source, size)]:
             size = self.window
             joined = Joined(index for batch in window for index in batch)
@@ -49,20 +51,8 @@ class WindowSampler:
             yield joined
 
     def __len__(self) -> int:
-        batches = len(self.batches)  # type: ignore[arg-type]
+        batches = len(self.inner)
         return -(-min(batches, batches if self.limit is None else self.limit) // self.window)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches":
-            raise AttributeError(name)
-        return getattr(self.batches, name)
-
-
-def count_used_batches(batches: int, limit: int | float | None) -> int:
-    """Batches of an epoch under ``limit_train_batches``, as Lightning counts them."""
-    if limit is None:
-        return batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 def batches_between_validations(batches: int, interval: int | float) -> int:

@@ -213,6 +213,11 @@ def test_an_alias_bomb_is_refused_before_it_grows(tmp_path: Path) -> None:
     assert error.why == f"with its aliases expanded, the file holds over {MAX_NODES} values"
 
 
+def test_too_long_a_list_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=f"over {MAX_NODES} values"):
+        parse_scalar(f"[{'1,' * MAX_NODES}1]")
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got gone.yaml\n  why it cannot be read: No such file or directory"):
         load_yaml(tmp_path / "gone.yaml", shown="gone.yaml")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from fastloop.evidence.worker_limits import count_used_batches
 from fastloop.feeds.accumulation_windows import (
     WindowSampler,
     batches_between_validations,
-    count_used_batches,
     explain_no_merge,
     list_changed_counts,
 )
@@ -173,5 +173,5 @@ def test_a_resumed_epoch_begins_with_what_is_left_of_a_window() -> None:
     windows = WindowSampler(left, 3, 8)
     windows.limit_once, windows.first_once = 6, 1
     assert list(windows) == [[2], [3, 4, 5], [6, 7]]
-    windows.batches = whole
+    windows.inner = whole
     assert list(windows) == [[0, 1, 2], [3, 4, 5], [6, 7]]
