@@ -167,6 +167,7 @@ def test_nothing_to_gain_is_an_answer(pretend: Callable[..., Any], tmp_path: Pat
     found = content(answer)
     assert answer.exit_code == 0 and found["partial"] is False and found["confirmed"] is None
     assert found["stopped"].startswith("nothing to gain") and found["stack"] == {"rungs": {}}
+    assert "USE" not in answer.text
     assert "NOTHING TO GAIN" in answer.text.splitlines()[0] and runners[0].confirmed == []
     assert found["top"] == pytest.approx(found["naive"]), "where it began"
 
