@@ -127,7 +127,9 @@ class HookCalls:
 
     def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         hook = getattr(self._module, hook_name)
-        if not self.is_heard(hook) or (hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)):
+        if not self.is_heard(hook) or (
+            hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)
+        ):
             return None
         return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
 
@@ -194,7 +196,8 @@ class FlatLoop:
         self._limit, self._validates = trainer.limit_val_batches, trainer.enable_validation
         precision, kind = trainer.precision_plugin, namespaces.load(space, "plugins.precision.Precision")
         self._has_context = any(
-            getattr(type(precision), name) is not getattr(kind, name) for name in ("train_step_context", "forward_context")
+            getattr(type(precision), name) is not getattr(kind, name)
+            for name in ("train_step_context", "forward_context")
         )
         self.batches = 0
         """How many went through here."""
