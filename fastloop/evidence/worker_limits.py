@@ -79,7 +79,8 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
     if loader.engine is not None:
         return f"{loader.engine} loads the samples, without worker processes"
     if loader.num_workers:
-        return f"the loader already has {loader.num_workers} workers; your number stands"
+        workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
+        return f"the loader already has {workers}; your number stands"
     if not loader.map_style:
         return (
             "an iterable dataset would be read as a whole by every worker, so samples repeat;"

@@ -188,6 +188,12 @@ TOP = ("a configuration must be a mapping", "write keys with values, such as run
             OPEN,
         ),
         ("a: 1\nb: \x01\n", "my.yaml:2", "it holds the character U+0001", "delete it"),
+        (
+            "run: {seed: ${run.max_steps}}\n",
+            "my.yaml:1",
+            "it is not YAML: expected ',' or '}', but got '{'",
+            'quote what begins with ${: "${run.seed}"',
+        ),
         # what the parser quotes may be part of a secret
         ("password: *hunter2\n", "my.yaml:1", "it is not YAML: found undefined alias '…'", OPEN),
         ("token: !hunter2\n", "token (my.yaml:1): a value with a tag (!…)", *TAG),

@@ -22,7 +22,7 @@ pytest.importorskip("torchvision")
 from torchvision import datasets
 from torchvision.transforms import transforms as v1
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 
 
 @pytest.mark.parametrize("name", list(TRANSFORMS))

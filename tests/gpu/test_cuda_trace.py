@@ -15,7 +15,11 @@ from benchmarks.planted import cycles_per_ms
 from benchmarks.trace_parts import read_parts
 from fastloop.evidence.trace.recording import NAME, TraceWindow
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(150),
+    pytest.mark.alone,
+]
 
 DEVICE = torch.device("cuda")
 Step = Callable[[TraceWindow], None]

@@ -25,9 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import count_samples, tensors
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader, PassesOn, StandIn, clone
+from fastloop.feeds.window_batches import WindowSampler
 
 Source = Literal["sampler", "content"]
 _MARKS = 32

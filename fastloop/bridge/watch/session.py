@@ -205,7 +205,9 @@ class Session:
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
         if (crowded := self._describe_crowd()) is not None:
-            seen = dataclasses.replace(seen, state=(*seen.state, crowded))
+            seen = dataclasses.replace(
+                seen, state=(*seen.state, crowded), evidence={**seen.evidence, "cpu": {"crowded": True}}
+            )
         if self._profiler is not None and trainer.profiler is not self._profiler:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
