@@ -75,8 +75,8 @@ class Cache:
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
             raise NotApplicable(
-                f"the run asks for {draws:,} samples of {prefix.samples:,}: hardly any twice; write cache.store: disk"
-                " to keep them for later runs"
+                f"the run asks for {draws:,} samples of {prefix.samples:,}: too few repeats to pay off; write"
+                " cache.store: disk to keep them for later runs"
             )
         store, budget = self._choose(prefix, facts)
         share = share_of(prefix, budget)

@@ -101,9 +101,13 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
         (facts({"map_style": False}), {}, "samples of an iterable dataset have no index"),
         (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),
         (facts({"prefix": "it is odd"}), {}, "it is odd"),
-        (facts(max_epochs=1), {}, "the run asks for 1,000 samples of 1,000: hardly any twice; write cache.store: disk"),
-        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: hardly any twice"),
-        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: hardly any twice"),
+        (
+            facts(max_epochs=1),
+            {},
+            "the run asks for 1,000 samples of 1,000: too few repeats to pay off; write cache.store: disk",
+        ),
+        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: too few repeats to pay off"),
+        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: too few repeats to pay off"),
         (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (
