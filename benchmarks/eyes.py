@@ -21,12 +21,11 @@ from typing import Any
 
 import lightning as L
 import torch
-import trace_parts
 from lightning.pytorch.callbacks import Callback
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import planted
+from benchmarks import planted, trace_parts
 from benchmarks.cases import say
 from fastloop import FastLoop
 from fastloop.bridge.watch import measurement, session
