@@ -85,7 +85,7 @@ def climb(
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
         with quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
-    return dataclasses.replace(answer, text=f"{answer.text}\n{_describe_use(path, conf)}")
+    return dataclasses.replace(answer, text=f"{answer.text}{_describe_use(path, conf)}")
 
 
 def _make_start(
@@ -111,12 +111,14 @@ def _make_start(
 
 
 def _describe_use(place: Path, conf: str | None) -> str:
-    """The ladder, and the one line that puts it to use."""
+    """The ladder, and the one line that puts it to use; nothing where no rung was kept."""
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
+    if text.strip() == "rungs: {}":
+        return ""
     use = f"callbacks=[fastloop.FastLoop({str(place / LADDER)!r})]"
     if conf is not None and "=" not in conf:
         use = f"fastloop run {conf} --config {place / LADDER}"
-    return f"{text.rstrip()}\nUSE      {use}"
+    return f"\n{text.rstrip()}\nUSE      {use}"
 
 
 def list_shipped() -> dict[str, Stack]:
@@ -248,9 +250,12 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
 def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:
     """What to end with where the training as it is, or with the stack reached so far, does not run."""
     trial = base.result.trial
-    recorder.stopped = f"failed: {base.result.cause or 'the run was too short to measure a rate'}"
+    cause = base.result.cause or "the run was too short to measure a rate"
+    recorder.stopped = f"failed: {cause}"
     ended = (
-        Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial, recorder.place)
+        Failed(f"fastloop: {cause}")
+        if trial is None
+        else failed(dataclasses.replace(trial, cause=cause), recorder.place if climb.rows else None)
     )
     with contextlib.suppress(Exception):  # it must not hide what happened
         attach(ended, recorder.write())

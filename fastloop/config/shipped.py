@@ -73,5 +73,7 @@ def _missing(text: str) -> str:
 def _instead(text: str, folder: Path, names: list[str]) -> str:
     if is_file(folder / f"{text}.yaml"):
         return f"write {text}.yaml; a file needs its ending"
+    if "=" in text:
+        return "write a name or a file first, key=value after it"
     near = find_nearest(text, names)
     return f"write {near}" if near else "write one of these names, or a path that ends in .yaml"

@@ -13,8 +13,7 @@ from fastloop.records.trial import Ledger, LedgerEpoch, LedgerStep
 Wrong = tuple[int, str, str]
 """The number of an optimizer step, from 1; what is not the same there; and that in words."""
 _NEARLY = 3 / 4
-"""An epoch that draws so much of a dataset and no sample twice does not put samples back: by chance it would not come
-to that."""
+"""An epoch that draws this share of a dataset and no sample twice samples without replacement: it is no accident."""
 
 
 def ledger_gate(
@@ -47,7 +46,9 @@ def ledger_gate(
             found = [wrong for wrong in found if wrong[1] != "content"]
             unknown = "the batches differ in content, which random augmentation alone would do"
         if found:
-            return _failed(base, *min(found))
+            step, what, words = min(found)
+            why = f"{words} (rank {base.rank})" if base.rank else words
+            return Gate(name="ledger", passed=False, why=why, detail={"step": step, "differs": what})
         if first < math.inf and [row.digest for row in base.steps] != [row.digest for row in arm.steps]:
             later[describe_later(base, arm)] = None
         unknown = _unknown(base, arm, bool(later)) or unknown
@@ -65,11 +66,6 @@ def ledger_gate(
         why=f"{steps} optimizer steps with {_same(regrouped, list(later))}",
         detail={"steps": steps, **({"reshuffled": True} if later else {})},
     )
-
-
-def _failed(base: Ledger, step: int, what: str, words: str) -> Gate:
-    where = f" (rank {base.rank})" if base.rank else ""
-    return Gate(name="ledger", passed=False, why=f"{words}{where}", detail={"step": step, "differs": what})
 
 
 def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
@@ -206,6 +202,6 @@ def _draws_all(ledger: Ledger, epoch: LedgerEpoch) -> bool:
 
 
 def _draws_once(ledger: Ledger, epoch: LedgerEpoch) -> bool:
-    """No sample twice, of a dataset of which little is left."""
+    """No sample twice, and most of the dataset."""
     dataset = ledger.dataset
     return epoch.again == 0 and None not in (dataset, epoch.samples) and epoch.samples >= _NEARLY * dataset  # type: ignore[operator]

@@ -1,8 +1,8 @@
 """From the runs of two arms and their parity to a verdict in one sentence.
 
-No speed is claimed without runs enough, without a changed rung that took, or where the arms are not the same training;
-"inconclusive" is a fine answer. Several arms against one base share the error rate (``stats.error_rate``): of twenty
-experiments in which nothing differs, however many arms they have, one says otherwise.
+No speed is claimed with too few runs, without a changed rung that took, or where the arms are not the same training;
+"inconclusive" is a fine answer. Several arms against one base share the error rate (``statistics.error_rate``): of
+twenty experiments in which nothing differs, one reports a difference, however many arms they have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastloop.judge.statistics import ALPHA, Effect, effect, interval, mde_pct
-from fastloop.records.experiment import Comparison, Judged, Outcome, Sample
+from fastloop.records.experiment import Comparison, Judged, Outcome, Sample, choose_digits
 
 LEAST_RUNS = 3
 """Of each arm. A spread estimated from two says nothing."""
@@ -28,7 +28,7 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
         parity: whether the two are the same training.
         band_pct: differences within plus or minus this count as none. ``no_difference`` needs the whole interval inside
             it; a difference that is certain is named, however small.
-        alpha: how often the interval may miss the truth (``stats.error_rate``).
+        alpha: how often the interval may miss the truth (``statistics.error_rate``).
     """
     bases, arms = _Runs.of(base), _Runs.of(arm)
     fewest = min(len(bases.rates), len(arms.rates))
@@ -175,19 +175,12 @@ def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | N
     """The ratio with its interval; where that decides nothing, it alone: its middle would pass for a claim."""
     if ratio is None or ci95 is None:
         return ""
-    digits = 2
-    while digits < 4 and (f"{ci95[0]:.{digits}f}" == f"{ci95[1]:.{digits}f}" or _hides_one(ci95, digits)):
-        digits += 1
+    digits = choose_digits(ci95)
     low, high = (f"{bound:.{digits}f}" if bound < WIDE else f"{bound:.3g}" for bound in ci95)
     level = f"{100 * (1 - alpha):.4g} % interval"
     if verdict == "inconclusive":
         return f"anything from {low}x to {high}x, {level}, {count}"
     return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
-
-
-def _hides_one(ci95: tuple[float, float], digits: int) -> bool:
-    """Whether rounding would print an interval that excludes 1 as one that touches it."""
-    return (ci95[0] > 1 or ci95[1] < 1) and any(round(bound, digits) == 1 for bound in ci95)
 
 
 def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:

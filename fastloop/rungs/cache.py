@@ -30,7 +30,7 @@ CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     evidence={"hits": 0, "device_batches": 0},
-    answers={"data_wait": 3, "decoding": 2},
+    answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1},
     applies=lambda seen: loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
     # Where trials end within an epoch, nothing comes again.
     variants=lambda state: [Variant(changes="engine")] if state.epochs_end else [],
@@ -101,8 +101,8 @@ class Cache:
             raise NotApplicable(loader.prefix)
         if not loader.prefix.names_files and self.store in ("disk", "redis"):
             raise NotApplicable(
-                f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads them from, and what is"
-                f" kept in {self.store} would go stale when they change; write @cached_prefix(file=...)"
+                f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads, and what {self.store}"
+                " keeps would go stale when they change; write @cached_prefix(file=...)"
             )
         return loader.prefix
 
@@ -158,9 +158,7 @@ def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float)
         most = "what the server has room for" if budget is None else _gb(budget)
         return f"keeps {prefix.what} in {store}, up to {most}: sample size is known once one is made"
     size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_gb(_need(prefix))}"
-    part = (
-        "" if share >= 1 else f"; {store} holds {share:.0%} of them, always the same, and the others are made each time"
-    )
+    part = "" if share >= 1 else f"; {store} holds {share:.0%} of them, the others are made each time"
     return f"keeps {prefix.what} in {store}: {size}{part}"
 
 

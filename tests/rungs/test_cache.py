@@ -72,7 +72,7 @@ def test_plan() -> None:
     assert plan(facts(shm_free_bytes=4 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
     store, size, note = plan(facts(shm_free_bytes=4 * 10**8, disk_free_bytes=10**8))
     assert (store, size) == ("shm", 320_000_000)
-    assert note.endswith("; shm holds 62% of them, always the same, and the others are made each time")
+    assert note.endswith("; shm holds 62% of them, the others are made each time")
     assert plan(facts(memory_free_bytes=8 * 10**8, disk_free_bytes=0))[1] == 4 * 10**8, "shared memory is memory"
     # what was written stands
     assert plan(facts(), size_gb=0.01)[1] == 10**7
@@ -109,7 +109,7 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
             {"store": "disk"},
-            "it is not known which files Mine.load returns reads them from, and what is kept in disk would go stale",
+            "it is not known which files Mine.load returns reads, and what disk keeps would go stale",
         ),
     ],
 )
@@ -123,6 +123,7 @@ def test_plan_refuses(given: Facts, settings: dict[str, Any], reason: str) -> No
     ("settings", "key"),
     [
         ({"size_gb": 0}, "cache.size_gb"),
+        ({"size_gb": -0.5}, "cache.size_gb"),
         ({"store": "redis"}, "cache.url"),
         ({"store": "redis", "url": "redis://:secret@host/0"}, "cache.url"),
     ],

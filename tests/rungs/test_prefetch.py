@@ -42,12 +42,12 @@ def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
 def test_plan() -> None:
     change = Prefetch(enabled=True, depth=3).plan(facts({}))
     assert change.wants == {"feed.depth": 3} and change.parity == "exact" and change.notes == ()
+    assert Prefetch(enabled=True, depth="auto").plan(facts({})).wants == {"feed.depth": 2}
     assert Prefetch(enabled=True).plan(facts()).waits_for == "the train loader"
     assert Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",), "num_workers": 2})).parity == "exact"
     noisy = Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",)}))
     assert noisy.parity == "approximate" and noisy.notes == (
-        "samples are drawn up to depth batches early in the main process: a training_step that draws from the CPU"
-        " generator too gets other numbers",
+        "samples are drawn early in this process: CPU random numbers of training_step differ",
     )
 
 

@@ -33,7 +33,8 @@ CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.f
 
 def find_large(model: torch.nn.Module) -> int:
     """Rows of the largest matrix among the parameters, if they can be the classes of such a loss; else 0."""
-    rows = max((each.shape[0] for each in model.parameters() if each.dim() == 2), default=0)
+    known = (each for each in model.parameters() if not torch.nn.parameter.is_lazy(each))
+    rows = max((each.shape[0] for each in known if each.dim() == 2), default=0)
     return rows if rows >= FEWEST_CLASSES else 0
 
 
