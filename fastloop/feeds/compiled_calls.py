@@ -26,9 +26,6 @@ MAY_TAKE, TAKEN = "fastloop_may_take", "fastloop_taken"
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
-MOST_LOOKS = 8
-"""At what a tensor holds that was written to, or replaced, and is the same each time: from there on, no graph has its
-numbers."""
 
 
 class CompiledCall:
@@ -85,7 +82,6 @@ class CompiledCall:
         """Tensors that graphs hold as numbers, with version and place in memory as they were when looked at."""
         self._holders: dict[str, tuple[Mapping[str, Any], str]] = {}
         """Of buffers among these: where each is kept, and by which name."""
-        self._looks: dict[str, int] = {}
         self._make(call_shapes.describe_kind(module))
 
     def _make(self, kind: Any, barred: frozenset[str] = frozenset()) -> None:
@@ -128,7 +124,7 @@ class CompiledCall:
         budget = self._find_budget(tensors)
         if budget is None or budget.spent:
             return self.module._call_impl(*args, **kwargs)
-        if self._frozen.digests and (changed := self._find_changed(tensors)):
+        if self._frozen.copies and (changed := self._find_changed(tensors)):
             for each in self.budgets.values():
                 each.forget_graphs()
             self._seen.clear()
@@ -188,7 +184,7 @@ class CompiledCall:
     def _find_changed(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Ways to tensors that no longer hold the numbers that graphs have of them."""
         changed = set[str]()
-        for way, digest in self._frozen.digests.items():
+        for way, copy in self._frozen.copies.items():
             if way[0] == "." and way not in self._holders:
                 path, _, name = way[1:].rpartition(".")
                 self._holders[way] = self.module.get_submodule(path)._buffers, name
@@ -202,8 +198,7 @@ class CompiledCall:
                 version = -1
             if seen is not None and seen[0] is now and seen[1] == version and seen[2] == now.data_ptr():
                 continue
-            self._looks[way] = self._looks.get(way, 0) + 1
-            if self._looks[way] > MOST_LOOKS or _digest(now) != digest:
+            if now.dtype != copy.dtype or now.device != copy.device or not torch.equal(now, copy):
                 changed.add(way)
             self._seen[way] = now, version, now.data_ptr()
         return frozenset(changed)
@@ -242,12 +237,12 @@ class Frozen:
         barred: ways to tensors that graphs must not hold.
 
     Attributes:
-        digests: of what each held when it was taken, by the way to it: ``.name`` of a buffer, or that of an argument.
+        copies: of each as it was taken, by the way to it: ``.name`` of a buffer, or that of an argument.
         module, tensors: of the call that is being made.
     """
 
     def __init__(self, barred: frozenset[str]) -> None:
-        self.barred, self.digests = barred, dict[str, int]()
+        self.barred, self.copies = barred, dict[str, torch.Tensor]()
         self.module, self.tensors = torch.nn.Module(), dict[str, torch.Tensor]()
 
     def list_ways(self) -> dict[int, str]:
@@ -257,17 +252,13 @@ class Frozen:
 
     def take(self, ways: Mapping[int, str], taken: Mapping[int, torch.Tensor]) -> None:
         """A graph holds the numbers of these from now on."""
-        self.digests |= {ways[key]: _digest(tensor) for key, tensor in taken.items()}
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return hash((tensor.shape, tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+        self.copies |= {ways[key]: tensor.detach().clone() for key, tensor in taken.items()}
 
 
 def _hash_masks(module: torch.nn.Module, barred: frozenset[str]) -> tuple[int, ...]:
     """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
     masks = [buffer for name, buffer in module.named_buffers() if buffer.dim() and f".{name}" not in barred]
-    return tuple(map(_digest, masks))
+    return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:

@@ -162,6 +162,10 @@ class Facts:
     """Losses that can be seen not to be means over samples."""
     autocasts: tuple[str, ...] = ()
     """Methods of the user's module that enter autocast themselves."""
+    views: tuple[str, ...] = ()
+    """Methods of the user's module that call ``view``, outside of what `compile_targets` hold."""
+    inner_views: tuple[str, ...] = ()
+    """Methods of modules inside it that merge dimensions by ``view(.., -1)``."""
     compiled_by_user: tuple[str, ...] = ()
     compile_targets: tuple[str, ...] = ()
     """Inner modules that can be compiled in place."""

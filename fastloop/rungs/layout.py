@@ -2,7 +2,8 @@
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
 Costs           one conversion of weights at start and of image batches at each step.
-Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (gain is small there).
+Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (gain is small there). `view` in your
+                LightningModule refuses it (under DDP also in its modules): write reshape or flatten.
 Evidence        strides of the convolution weights, and image batches converted
 Source          https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
@@ -42,6 +43,10 @@ class Layout:
         """Ask for channels_last weights and inputs where there are 2-D convolutions."""
         if not facts.convs:
             raise NotApplicable("the model has no 2-D convolution")
+        if views := (*facts.views, *(facts.inner_views if facts.is_ddp else ())):  # the rest is rehearsed
+            raise NotApplicable(
+                f"{views[0]} calls view, which raises where pictures are stored so; write reshape or flatten"
+            )
         kernels = Action(keys=("model.memory_format",), when="model", do=_channels_last)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(

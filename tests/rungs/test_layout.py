@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from fastloop.bridge.apply.read_facts import read_module
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import InputsChannelsLast
 from fastloop.records.facts import Facts
@@ -17,7 +18,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Applied
 from fastloop.rungs.layout import Layout
 from tests import models
-from tests.rungs.fits import Raises, evidence, fit, loop, seeded, verdict
+from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
 LAYOUT: dict[str, Any] = {"layout": {}}
 LAST = torch.channels_last
@@ -104,6 +105,37 @@ def test_plan() -> None:
         (("optimizer.memory_format",), "train_start"),
     ]
     assert change.parity == "approximate" and change.evaluation
+
+
+class Flat(Pictures):
+    """Sees pictures as rows, as people write it outside of any module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0 * batch[0].view(len(batch[0]), -1).mean()
+
+
+class Tower(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs, self.out = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(144, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.convs(x).view(x.shape[0], -1))
+
+
+def test_code_that_asks_for_the_usual_order_keeps_it() -> None:
+    ours, plain = seeded(Flat), seeded(Flat)
+    watcher, _ = fit({"layout": {}}, ours, pictures())
+    fit(None, plain, pictures())
+    assert (
+        verdict(watcher, "layout").took is False and "Flat.training_step calls view" in verdict(watcher, "layout").why
+    )
+    assert same(models.weights(ours), models.weights(plain))
+    inner = read_module(torch.nn.Sequential(Tower()))
+    assert (inner["views"], inner["inner_views"]) == ((), ("Tower.forward",))
+    Layout().plan(Facts(**inner))
+    with pytest.raises(NotApplicable, match=r"^Tower\.forward calls view"):  # which DDP lets nobody rehearse
+        Layout().plan(Facts(**inner, is_ddp=True))
 
 
 def test_takes() -> None:

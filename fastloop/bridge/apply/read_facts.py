@@ -35,6 +35,7 @@ from fastloop.records.facts import Facts, LoaderFacts
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
+_MERGES = re.compile(r"\.view\(.*-1")
 
 
 def run_facts(trainer: Any, strategy: Any) -> Facts:
@@ -136,18 +137,21 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
     """
     named = dict(module.named_modules())
     norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
+    convs = tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d))
     training_step = getattr(module, "training_step", None)
     return {
         "batchnorms": tuple(norms),
         "other_batchnorms": tuple(
             name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
-        "convs": tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d)),
+        "convs": convs,
         "attends_by_hand": (*attention.list_switchable(module), *attention.list_candidates(module)),
         "attends_by_call": tuple(attention.list_sdpa(module)),
         "classes": find_large(module),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
         "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
+        "views": tuple(_find_views(module)) if convs else (),
+        "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if _is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),
@@ -171,9 +175,24 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
         yield f"{method} divides by its class weights"
 
 
-def _read_user_methods(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+def _find_views(module: torch.nn.Module) -> Iterator[str]:
+    is_target = "" in compile_targets(module)
+    for name, source in _read_user_methods(module):
+        if ".view(" in source and not (is_target and name == "forward"):
+            yield f"{type(module).__name__}.{name}"
+
+
+def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:
+    for kind in dict.fromkeys(map(type, modules)):
+        if not kind.__module__.startswith(("torch.", "torchvision.")):
+            yield from (
+                f"{kind.__name__}.{name}" for name, source in _read_user_methods(kind) if _MERGES.search(source)
+            )
+
+
+def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, str]]:
     """Name and source of the methods the user's own classes define, without comments."""
-    for base in type(module).__mro__:
+    for base in (module if isinstance(module, type) else type(module)).__mro__:
         if base.__module__.startswith((*_LIGHTNING, "torch.", "builtins")):
             continue
         for name, member in vars(base).items():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastloop.feeds import compiled_calls
 from fastloop.feeds.attention import rewriting
 from fastloop.feeds.attention.rewriting import ReplaceAttention
 from fastloop.feeds.compiled_calls import CompiledCall, put_in
@@ -212,17 +211,13 @@ def test_blocks_that_share_a_graph_may_change_their_masks_apart() -> None:
     assert replace.replaced == 2, "one for both, and one for both once their masks change"
 
 
-def test_a_mask_that_is_written_anew_keeps_its_graph_for_a_while() -> None:
+def test_a_mask_that_is_written_anew_keeps_its_graph() -> None:
     ours = spellings.NanoGpt().double()
     replace = replaced(ours)
-    for _ in range(compiled_calls.MOST_LOOKS):
+    for _ in range(20):  # as DDP does in every step
         run(ours, batch(12))
         ours.past.copy_(ours.past.clone())
-    run(ours, batch(12))
     assert replace.replaced == replace.causal == 1
-    ours.past.copy_(ours.past.clone())
-    run(ours, batch(12))
-    assert (replace.replaced, replace.causal) == (2, 1), "to look each time costs more than a mask"
 
 
 def test_under_autocast_types_stay() -> None:

@@ -145,7 +145,7 @@ class MicroBatches:
                 self.after_backward()
             return output
         module = strategy.lightning_module
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = list(module.parameters())  # a step may free some that are frozen before it
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -243,9 +243,9 @@ class MicroBatches:
         try:
             if self.find_whole(batch) is not batch and self._came_apart is not None:
                 raise CannotSplit(self._came_apart[1])
-            if own is None or (window is not None and len(set(window[0])) > 1):
+            if window is not None and len(set(window[0])) > 1:
                 raise CannotSplit("the first batches differ in size")
-            take(own)
+            take(own := own or 1)
         except CannotSplit as reason:
             # All ranks must ask each other, or none.
             own, sizes, why = own or 1, [own or 1], f"no search: {reason}"

@@ -8,6 +8,7 @@ taken that did not run here with room left for the optimizer's state.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +100,7 @@ class SizeSearch:
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
                 run.play_plain([agreed.size])
-        if trainer.is_global_zero and agreed.rates:
+        if trainer.is_global_zero and agreed.rates and run.rates:
             run.memory.keep_size(run.key, agreed.size)
         return agreed
 
@@ -128,8 +129,12 @@ class _Run:
         self.limit = "by the samples of your optimizer step, not by memory"
         self.room = self._read_room()
         self.memory = Remembered([self.module], self.device)
-        shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors(take(own).batch)]
-        self.key = repr((search.key, search.target, self.sizes, shapes))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What an earlier run's answer has to agree with. Raises what `take` does, where there is nothing to search."""
+        shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors(self.take(self.own).batch)]
+        return repr((self.given.key, self.given.target, self.sizes, shapes))
 
     def search(self) -> FoundSize:
         """Run and time the sizes, and choose."""

@@ -320,3 +320,13 @@ def test_frozen_and_unused_parameters() -> None:
     plain, split = both(SPLIT, batches, Partly, max_epochs=3, precision="64-true")
     assert distance(plain, split) < 1e-14
     assert split.module.net[0].weight.grad is None and split.module.unused.weight.grad is None
+
+
+def test_parameters_that_training_step_freezes_and_frees() -> None:
+    class Toggles(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.net[0].requires_grad_(batch_idx % 2 == 0)
+            return super().training_step(batch, batch_idx)
+
+    plain, split = both(SPLIT, batches, Toggles, max_epochs=3, precision="64-true")
+    assert distance(plain, split) < 1e-14 and split.verdict("batch").took is True

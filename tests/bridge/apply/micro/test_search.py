@@ -184,6 +184,23 @@ def test_the_users_own_error_arrives_as_it_is(error: Exception) -> None:
     assert raised.value is error and raised.traceback[-1].name == "loss"
 
 
+class Bag:
+    """A batch that nobody sees into."""
+
+    def __init__(self, samples: Any) -> None:
+        self.x, self.y, self.numbers = torch.utils.data.default_collate(samples)
+
+
+def test_a_batch_that_cannot_be_cut_is_not_searched() -> None:
+    class Bags(Net):
+        def training_step(self, bag: Any, batch_idx: int) -> Any:
+            return super().training_step([bag.x, bag.y, bag.numbers], batch_idx)
+
+    plain, ours = both(AUTO, partial(batches, 40, collate_fn=Bag), Bags, max_epochs=1)
+    assert distance(plain, ours) == 0 and ours.verdict("batch").took is False
+    assert "no search: the batch holds no tensor with a first dimension" in ours.verdict("batch").why
+
+
 def test_limited_by_the_dataset(timed: dict[int, float]) -> None:
     """B1: an epoch has two batches, and four were to be accumulated."""
     done = run(AUTO, batches(16), **ACCUMULATE)
