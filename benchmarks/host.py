@@ -1,19 +1,25 @@
 """What the host rung brings: the loop's own microseconds, and the cifar10 recipe at the user's batch of 128.
 
-    python benchmarks/host.py [--steps 400] [--only loop|resident|store]
+    python benchmarks/host.py [--steps 400] [--only own|loop|resident|store] [--runs 15]
 
-`loop` is a model of two small layers, so that Lightning itself is the step. `resident` trains the recipe's ResNet-18 on
-one batch that stays on the device; `store` on its pictures, from the device store. Rates are of the second half of the
-steps, by a stopwatch between two synchronizations. One JSON line per case; no interval: one run each.
+`own` and `loop` have a model of two small layers, so that Lightning itself is the step. `own` is CPU time: what each
+case adds to a loop written by hand, in turns, with a 95 % interval over the runs; of a run its 10th percentile of ten
+steps each, because other processes only ever add. `resident` trains the recipe's ResNet-18 on one batch that stays on
+the device; `store` on its pictures, from the device store. Rates are of the second half of the steps, by a stopwatch
+between two synchronizations, one run each. One JSON line per case.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
+import math
+import statistics
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -41,6 +47,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "store, compile": ("store", STORE),
     "store, compile, host": ("store", {**STORE, "host": {"step_graph": True}}),
 }
+OWN: dict[str, tuple[bool, dict[str, Any] | None]] = {
+    "Lightning": (False, None),
+    "Lightning, watched": (False, {}),
+    "Lightning, host": (False, {"rungs": {"host": {"enabled": True}}, "watch": {"enabled": False}}),
+    "Lightning, host, watched": (False, {"rungs": {"host": {"enabled": True}}}),
+    "Lightning and a value": (True, None),
+    "Lightning and a value, host": (True, {"rungs": {"host": {"enabled": True}}, "watch": {"enabled": False}}),
+}
+"""Whether a value is logged, and FastLoop's configuration."""
+CHUNK = 10
+"""Steps between two looks at the clock."""
 
 
 class Small(L.LightningModule):
@@ -74,6 +91,68 @@ class Stopwatch(L.Callback):
                 torch.cuda.synchronize()
             self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
             self.cpu_seconds, self.cpu_began = time.process_time() - self.cpu_began, time.process_time()
+
+
+class Looks(L.Callback):
+    """Process time after every few batches, as a function of a user's callback may cost it."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] % CHUNK == 0:
+            self.seconds.append(time.process_time())
+
+    def quiet_us(self) -> float:
+        """A step in the run's quiet moments, without its first tenth."""
+        seconds = self.seconds[len(self.seconds) // 10 :]
+        took = sorted(after - before for before, after in itertools.pairwise(seconds))
+        return 1e6 * took[len(took) // 10] / CHUNK
+
+
+def step_by_hand(steps: int) -> float:
+    """What Lightning and its hooks are compared with."""
+    module, looks = Small(logs=False), Looks()
+    optimizer = module.configure_optimizers()
+    for index, batch in enumerate(DataLoader([torch.randn(8, 8)] * steps, batch_size=None)):  # type: ignore[arg-type]
+
+        def closure(batch: torch.Tensor = batch, index: int = index) -> torch.Tensor:
+            loss = module.training_step(batch, index)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+        looks.on_train_batch_end(index)
+    return looks.quiet_us()
+
+
+def step_of(logs: bool, config: Any, steps: int) -> float:
+    watch = Looks()
+    loops = [] if config is None else [FastLoop({**config, "rehearsal": "off"}, quiet=True)]
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, callbacks=[watch, *loops], limit_val_batches=0, **quiet
+    )
+    trainer.fit(Small(logs), DataLoader([torch.randn(8, 8)] * steps, batch_size=None))  # type: ignore[arg-type]
+    return watch.quiet_us()
+
+
+def measure_own(runs: int, steps: int) -> Iterator[dict[str, Any]]:
+    """What each case adds to the loop by hand."""
+    torch.set_num_threads(1)
+    added: dict[str, list[float]] = {case: [] for case in OWN}
+    by_hand: list[float] = []
+    for _ in range(runs):
+        by_hand.append(step_by_hand(steps))
+        for case, (logs, config) in OWN.items():
+            added[case].append(step_of(logs, config, steps) - by_hand[-1])
+    yield {"case": "by hand", "n": runs, "cpu_us_per_step": statistics.median(by_hand)}
+    for case, found in added.items():
+        half = float(stats.t.ppf(0.975, runs - 1)) * statistics.stdev(found) / math.sqrt(runs)
+        mean = statistics.mean(found)
+        ci95 = [round(mean - half, 1), round(mean + half, 1)]
+        yield {"case": case, "n": runs, "added_us_per_step": round(mean, 1), "ci95": ci95}
 
 
 def measure(case: str, steps: int, size: str) -> dict[str, Any]:
@@ -112,11 +191,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--only", default=None)
+    parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--size", default="default", choices=["default", "tiny"])
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if asked.only in (None, "own"):
+        for row in measure_own(asked.runs, asked.steps):
+            print(json.dumps(row), flush=True)
     for case, (what, _) in CASES.items():
         if asked.only in (None, what):
             print(json.dumps(measure(case, 2000 if what == "loop" else asked.steps, asked.size)), flush=True)

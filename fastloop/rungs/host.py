@@ -96,8 +96,7 @@ class Host:
             "gc_passes": "{} garbage collections at chosen steps",
         }
         told += [text.format(left_out[name]) for name, text in words.items() if left_out[name]]
-        if (why := evidence.get("gc_refused")) is not None:
-            told.append(why)
+        told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
         took = replays > 0 or (self.step_graph is not True and any(left_out.values()))
         return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
