@@ -24,6 +24,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from scipy.special import stdtrit
 from torch.utils.data import DataLoader
 
 from fastloop import FastLoop
@@ -149,7 +150,7 @@ def measure_own(runs: int, steps: int) -> Iterator[dict[str, Any]]:
             added[case].append(step_of(logs, config, steps) - by_hand[-1])
     yield {"case": "by hand", "n": runs, "cpu_us_per_step": statistics.median(by_hand)}
     for case, found in added.items():
-        half = float(stats.t.ppf(0.975, runs - 1)) * statistics.stdev(found) / math.sqrt(runs)
+        half = float(stdtrit(runs - 1, 0.975)) * statistics.stdev(found) / math.sqrt(runs)
         mean = statistics.mean(found)
         ci95 = [round(mean - half, 1), round(mean + half, 1)]
         yield {"case": case, "n": runs, "added_us_per_step": round(mean, 1), "ci95": ci95}

@@ -151,9 +151,8 @@ class HookCalls:
 
     def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         hook = getattr(self._module, hook_name)
-        if not self.is_heard(hook) or (
-            hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)
-        ):
+        function = getattr(hook, "__func__", None)
+        if function in self._empty or not callable(hook) or (function is self._clip and self._clips_nothing(trainer)):
             return None
         return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
 
@@ -180,10 +179,11 @@ class HookCalls:
         attributes["_current_fx_name"] = before  # as in Lightning, not where the hook raised
         return output
 
-    def _clips_nothing(self, trainer: Any, hook: Any) -> bool:
-        own = [getattr(each, "__func__", None) for each in (hook, self._module.clip_gradients)]
+    def _clips_nothing(self, trainer: Any) -> bool:
+        """Whether Lightning's own ``configure_gradient_clipping`` has nothing to do."""
+        own = getattr(self._module.clip_gradients, "__func__", None)
         clipper = getattr(trainer.precision_plugin.clip_gradients, "__func__", None)
-        return not trainer.gradient_clip_val and own == [self._clip, self._clip_own] and clipper in self._clippers
+        return not trainer.gradient_clip_val and own is self._clip_own and clipper in self._clippers
 
 
 NOTHING = contextlib.nullcontext()
@@ -211,7 +211,9 @@ class FlatLoop:
         base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
         self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
         movers = [kind for kind in strategy.__mro__ if "batch_to_device" in vars(kind)]
-        self._moves_plainly = movers[1:] == [namespaces.load(space, "strategies.Strategy")]
+        plain = namespaces.load(space, "strategies.Strategy")
+        self._strategy_hears = strategy.on_train_batch_start is not plain.on_train_batch_start
+        self._moves_plainly = movers[1:] == [plain]
         self._shows_loss = type(module).backward is not base.backward or any(
             calls.is_heard(getattr(owner, name))
             for owner in (module, *trainer.callbacks)
@@ -251,6 +253,9 @@ class FlatLoop:
             and not self._calls.is_heard(self._module.on_train_batch_start)  # which may skip the rest of the epoch
         )
 
+    def _accumulates(self) -> bool:
+        return self._trainer.accumulate_grad_batches != 1 and bool(self._loop._should_accumulate())
+
     def _advance(self, fetcher: Any) -> None:
         """``_TrainingEpochLoop.advance``."""
         if not self._is_plain(fetcher):
@@ -272,7 +277,8 @@ class FlatLoop:
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
             calls._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            if self._strategy_hears:
+                calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
             kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
             with calls.profile(trainer, "run_training_batch"):
@@ -294,13 +300,13 @@ class FlatLoop:
         validates = self._validates or trainer.limit_val_batches != self._limit
         if stops or self._strategy.lr_scheduler_configs or (validates and loop._should_check_val_fx(fetcher)):
             self._whole["on_advance_end"](fetcher)
-        elif not loop._should_accumulate():
+        elif not self._accumulates():
             loop._batches_that_stepped += 1
 
     def _optimize(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """``_AutomaticOptimization.run``, where the batch ends with a step."""
         trainer, automatic, calls = self._trainer, self._automatic, self._calls
-        if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._loop._should_accumulate():
+        if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._accumulates():
             return self._whole["run"](optimizer, batch_idx, kwargs)
         epoch, progress = trainer.current_epoch, automatic.optim_progress.optimizer
 
