@@ -25,7 +25,7 @@ from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
 from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
 from fastloop.experiments.ab.sides import sides_of
-from fastloop.experiments.trials.failures import Failed, advise, failed, writing
+from fastloop.experiments.trials.failures import failed, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
@@ -187,13 +187,7 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
     parity_gates.sweep(experiment.place)
     if experiment.base.failed is not None and not experiment.base.runs:
         trial = experiment.base.failed
-        text = (
-            trial.tail
-            if trial.code == 2 and trial.tail
-            else f"{trial.tail}\nfastloop: the base failed, so there is nothing to compare: {trial.name}: {trial.cause}"
-            f"{advise(trial, experiment.place)}"
-        )
-        failure = Failed(text.lstrip("\n"), exit_code=2 if trial.code == 2 else 1)
+        failure = failed(trial, what=f"the base failed, so there is nothing to compare: {trial.name}")
         attach(failure, result)
         raise failure
     return Answer(

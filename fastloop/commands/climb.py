@@ -248,9 +248,12 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
 def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:
     """What to end with where the training as it is, or with the stack reached so far, does not run."""
     trial = base.result.trial
-    recorder.stopped = f"failed: {base.result.cause or 'the run was too short to measure a rate'}"
+    cause = base.result.cause or "the run was too short to measure a rate"
+    recorder.stopped = f"failed: {cause}"
     ended = (
-        Failed("fastloop: the run was too short to measure a rate") if trial is None else failed(trial, recorder.place)
+        Failed(f"fastloop: {cause}")
+        if trial is None
+        else failed(dataclasses.replace(trial, cause=cause), recorder.place if climb.rows else None)
     )
     with contextlib.suppress(Exception):  # it must not hide what happened
         attach(ended, recorder.write())

@@ -70,6 +70,8 @@ class Machine:
     own_workers: int = 0
     engine_ms: float | None = None
     """What decodes in the loader's place, beside the training; None: the samples are no image files."""
+    ends_at: int | None = None
+    """A script that ends by itself after so many steps."""
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
 
@@ -170,8 +172,12 @@ class SimulatedRunner:
         ms = noise * machine.step_ms(stack, ask.variation)
         off = {rung: why for rung, why in {**machine.idle, **machine.planned_off}.items() if rung in stack}
         planned_off = {rung: why for rung, why in machine.planned_off.items() if rung in stack}
+        steps = min(ask.steps or 0, machine.ends_at or 10**9)
+        if steps <= (ask.warmup or 0):
+            return Result(ok=False, cause="it ended before the window", seconds=START_S, steps=steps)
         return Result(
-            seconds=START_S + (ask.steps or 0) * ms / 1e3,
+            seconds=START_S + steps * ms / 1e3,
+            steps=steps,
             samples_per_s=1e3 * BATCH / ms,
             step_ms=ms,
             global_batch=BATCH,

@@ -1,7 +1,8 @@
 """An arm that is a Lightning script of the user's, unmodified, with a FastLoop put into it for each run.
 
-The script runs as it would in a shell: its own seeding, data and schedules. It is told of a run's seed by
-``PL_GLOBAL_SEED``, which ``seed_everything()`` without a number takes; a seed that is written in the script stands.
+The script runs as it would in a shell: its own data and schedules. It is told of a run's seed by ``PL_GLOBAL_SEED``,
+which ``seed_everything()`` without a number takes, and with which a script that seeds nothing begins. A seed written in
+the script stands until it trains; then the number of the run is added, or all runs would be one and the same.
 Lightning's checkpoints are not written, see `bridge/trials/no_checkpoints.py`; whatever else it writes it
 writes in each run, as it would in a shell.
 """
@@ -182,10 +183,7 @@ class ScriptArm:
         trial = self._trial(label, folder, ask, config, ended, events)
         store.save(folder, {TRIAL: trial})
         if say is not None:
-            for note in [
-                *([f"its fit was measured, then: {ended.cause}"] if trial.ok and ended.cause else []),
-                *notes(events),
-            ]:
+            for note in [*_describe_end(trial, ended), *notes(events)]:
                 say(note)
         return trial
 
@@ -195,6 +193,7 @@ class ScriptArm:
             max_steps=ask.steps,
             ledger=ask.ledger,
             variation=ask.variation,
+            seed_offset=ask.seed,
             reference=None if ask.reference is None else str(ask.reference.absolute()),
             beat=str(folder / supervise.BEAT),
             stacks=True,
@@ -250,6 +249,15 @@ class ScriptArm:
             began=began_at(events),
             unsaved=any(event.event == "unsaved" for event in events),
         )
+
+
+def _describe_end(trial: Trial, ended: Ended) -> list[str]:
+    """How a script failed after the fit that was measured."""
+    if not trial.ok or not ended.cause:
+        return []
+    if trial.unsaved and "checkpoint" in ended.cause.lower():
+        return ["its fit was measured; what follows it wants a checkpoint, and these runs write none"]
+    return [f"its fit was measured, then: {ended.cause}"]
 
 
 def _cause(

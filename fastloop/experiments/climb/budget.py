@@ -103,6 +103,14 @@ class Length:
         """What a training of this length takes, start and end included."""
         return start_s + self.steps * step_ms / 1e3
 
+    def up_to(self, ends_at: int | None) -> Length:
+        """The same of a training that ends by itself after so many steps, of which a third at most are warm-up; never
+        fewer than `LEAST_WARMUP` and `FEWEST_STEPS` in a window."""
+        if ends_at is None or self.steps <= ends_at:
+            return self
+        warm = min(self.warmup, max(LEAST_WARMUP, ends_at // 3))
+        return Length(warmup=warm, window=max(FEWEST_STEPS, ends_at - warm - 1))
+
 
 PILOT = Length(warmup=5, window=10)
 """The first training of all, whose steps may take a millisecond or three seconds."""

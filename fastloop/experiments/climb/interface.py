@@ -40,6 +40,8 @@ class Result:
     gap_ms: float = 0.0
     rest_ms: float | None = None
     """Of a step, what is neither outside nor a wait for data: computing, beside the workers where there are any."""
+    steps: int | None = None
+    """Optimizer steps it trained, warm-up included."""
     global_batch: int | None = None
     micro_batch: int | None = None
     world_size: int = 1
@@ -71,6 +73,11 @@ class Result:
     classes: Mapping[str, Parity] = field(default_factory=dict)
     """Parity class by rung."""
     trial: Trial | None = None
+
+    @property
+    def start_s(self) -> float:
+        """What it took besides its steps."""
+        return max(1.0, self.seconds - (self.steps or 0) * (self.step_ms or 0.0) / 1e3)
 
     @property
     def core_ms(self) -> float | None:
@@ -129,7 +136,8 @@ class Runner(Protocol):
 def read_result(trial: Trial) -> Result:
     """The result in the files of a trial."""
     if not trial.ok:
-        return Result(ok=False, cause=trial.cause, seconds=trial.seconds, trial=trial)
+        steps = None if trial.measurement is None else trial.measurement.total_steps
+        return Result(ok=False, cause=trial.cause, seconds=trial.seconds, trial=trial, steps=steps)
     found = trial.measurement or Measurement()
     answer = decode(trial.answer, LoaderAnswer) or LoaderAnswer()
     plan, verdicts = load_plan(trial.run_dir), load_verdicts(trial.run_dir)
@@ -144,6 +152,7 @@ def read_result(trial: Trial) -> Result:
         outside_ms=outside_ms,
         gap_ms=found.parts_ms.get("epoch_gap") or 0.0,
         rest_ms=None if not mean else max(0.0, mean - outside_ms - (found.parts_ms.get("data_wait") or 0.0)),
+        steps=found.total_steps,
         global_batch=found.global_batch,
         micro_batch=found.micro_batch,
         world_size=found.world_size,

@@ -85,6 +85,8 @@ class Climb:
         self.ladders: dict[str, float | None] = dict(ladders or {})
         """Samples per second of the start with a shipped ladder; None where it failed."""
         self._start_s = 0.0
+        self._ends_at: int | None = None
+        """Optimizer steps after which a script ends by itself; None where it trained all that it was asked for."""
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
 
@@ -107,6 +109,7 @@ class Climb:
             warmup=self.warmup,
             start_s=self._start_s,
             pool=pool_spreads(self.rows),
+            ends_at=self._ends_at,
         )
 
     def compute_top_rates(self) -> dict[str, float | None]:
@@ -214,21 +217,29 @@ class Climb:
         """As long as needed; a short pilot tells how long that is."""
         pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
         step_ms = pilot.step_ms or 0.0
-        self._start_s = max(1.0, pilot.seconds - PILOT.steps * step_ms / 1e3)
+        self._start_s = pilot.start_s
         if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
             return pilot
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
         took = choose_length(
             step_ms, step_ms, queued=pilot.queued, batches_per_step=max(1.0, batches), warmup=self.warmup
-        )
+        ).up_to(self._ends_at)
         naive = self._run_naive(
             "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self._start_s)
         )
-        self._start_s = max(1.0, naive.seconds - took.steps * (naive.step_ms or 0.0) / 1e3)
+        self._start_s = naive.start_s
         return naive
 
     def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:
+        """Run the training without a rung. A script may end before it has trained so many steps; none is longer then."""
         result = self.runner.run(at, {}, Ask(steps=took.steps, warmup=took.warmup), what=what, need_s=need_s)
+        if result.steps and result.steps < took.steps:
+            self._ends_at, shorter = result.steps, took.up_to(result.steps)
+            if shorter.steps > result.steps:
+                why = f"it ends after {result.steps} steps, and a climb needs {shorter.steps} of them"
+                raise BaseFailed(dataclasses.replace(result, cause=why))
+            if not result.step_ms:  # it ended in its warm-up
+                return self._run_naive(at, shorter, what, need_s)
         if not result.ok or not result.step_ms:
             raise BaseFailed(result)
         return result
@@ -347,7 +358,7 @@ class Climb:
         )
         if result.ok and (result.loader_ms if variation == "loader" else result.core_ms):
             if result.step_ms:  # the first training of all has more to do at its start
-                self._start_s = max(1.0, min(self._start_s, result.seconds - took.steps * result.step_ms / 1e3))
+                self._start_s = min(self._start_s, result.start_s)
             return result
         self._without.add(at)
         return None
@@ -379,7 +390,7 @@ class Climb:
         took = self._context.choose_length(
             now.now_ms, slow, self.stack, now.workers, screen=False, fill_read=now.fill_read
         )
-        return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS))
+        return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self._ends_at)
 
     def _estimate_confirmation_s(self) -> float:
         """What is left of the confirmation takes."""

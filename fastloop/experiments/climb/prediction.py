@@ -44,6 +44,8 @@ class Context:
     start_s: float
     """What a training takes besides its steps."""
     pool: Pool
+    ends_at: int | None = None
+    """Optimizer steps after which the training ends by itself, where that came before what was asked for."""
 
     def choose_length(
         self,
@@ -64,7 +66,7 @@ class Context:
             screen=screen,
             batches_per_step=count_batches_per_step(self.known, stack),
             fill_read=fill_read,
-        )
+        ).up_to(self.ends_at)
 
     def choose_ladder_length(self, stack: Stack) -> Length:
         """Of trainings of a ladder on the start: it may make a step several times as fast, and bring workers along."""
@@ -148,7 +150,7 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
         saved_ms=predict_saved_ms(costs, then),
         ended="class" if barred else None,
         why="it changes the training: --allow changes-training" if barred else "",
-        start_s=max(context.start_s, result.seconds - took.steps * (result.step_ms or 0) / 1e3),
+        start_s=max(context.start_s, result.start_s),
         parity_class=weakest,
     )
 

@@ -24,17 +24,18 @@ class Failed(Exception):
         super().__init__(text)
 
 
-def failed(trial: Trial, resume: Path | None = None) -> Failed:
+def failed(trial: Trial, resume: Path | None = None, *, what: str = "the run failed") -> Failed:
     """What to end with where the training as it is did not come to its end.
 
     Args:
         resume: the directory of a command that can go on from there.
     """
-    own = trial.code == 2  # the child's configuration error, in its own words
+    usage = trial.code == 2
     cause = trial.cause or "it was too short to measure a rate"
-    last = f"fastloop: the run failed: {cause}{advise(trial, resume)}"
-    text = trial.tail if own and trial.tail else f"{trial.tail}\n{last}"
-    return Failed(text.lstrip("\n"), exit_code=2 if own else 1)
+    last = f"fastloop: {what}: {cause}{_advise(trial, resume)}"
+    own = usage and "fastloop: " in trial.tail  # the child's configuration error, in its own words
+    text = trial.tail if own else f"{trial.tail}\n{last}"
+    return Failed(text.lstrip("\n"), exit_code=2 if usage else 1)
 
 
 FREE_MEMORY = "free the device: nvidia-smi lists what holds its memory"
@@ -46,7 +47,7 @@ def ran_out_of_memory(trial: Trial) -> bool:
     return bool(_MEMORY.search(f"{trial.cause}\n{trial.tail}")) and "SIGKILL" not in str(trial.cause)
 
 
-def advise(trial: Trial, resume: Path | None = None) -> str:
+def _advise(trial: Trial, resume: Path | None = None) -> str:
     """A line that says what to do about a training that failed, where its cause tells or the command can go on."""
     steps = [suggest_next(trial), None if resume is None else f"unchanged, it goes on with --resume {resume}"]
     text = "; ".join(step for step in steps if step)
@@ -66,6 +67,12 @@ def suggest_next(trial: Trial) -> str | None:
         return "see above where its processes stood, and look for what they wait for"
     if cause.startswith("exceeded its time limit"):
         return "give it more time with --limit SECONDS, or fewer steps"
+    if "before the window" in cause:
+        return "let it train longer, or open the window sooner with watch.warmup_steps=3"
+    if "a climb needs" in cause:
+        return "let it train longer"
+    if "made a Trainer" in cause or "making a Trainer" in cause:
+        return "run the command once in a shell, and see that it trains; arguments of a script go into --args"
     return None
 
 

@@ -35,6 +35,13 @@ def test_a_plain_run() -> None:
     assert found.compile_targets == ("net",) and found.loader is None and found.cpu_count >= 1
 
 
+def test_layers_whose_sizes_the_first_batch_tells() -> None:
+    module = Regression()
+    module.net = torch.nn.Sequential(torch.nn.LazyConv2d(4, 3), torch.nn.LazyBatchNorm2d(), torch.nn.LazyLinear(1))
+    found = facts(module)
+    assert found.convs == ("net.0",) and len(found.batchnorms) == 1 and found.classes == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "value"),
     [

@@ -250,7 +250,10 @@ def test_a_second_fit_begins_anew_and_a_validation_leaves_it(tmp_path: Path) -> 
     Ledger.into(trainer, tmp_path)
     trainer.fit(module, shuffled())
     trainer.validate(module, models.loader(), verbose=False)
-    assert len(json.loads((tmp_path / "ledger.json").read_text())["steps"]) == 3
+    with pytest.raises(ValueError, match="ckpt_path"):
+        trainer.test(module, models.loader(), ckpt_path="best")  # as scripts do; a trial has written no checkpoint
+    found = json.loads((tmp_path / "ledger.json").read_text())
+    assert len(found["steps"]) == 3 and not found["partial"], "an error after the fit is none of the fit"
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, shuffled(64))
     found = json.loads((tmp_path / "ledger.json").read_text())

@@ -92,7 +92,7 @@ def test_what_the_training_thread_waits_and_copies(tmp_path: Path) -> None:
 
 def test_a_failed_training_says_why_and_nothing_else(tmp_path: Path) -> None:
     found = read_result(trial(tmp_path, ok=False, cause="killed by SIGKILL"))
-    assert found == Result(ok=False, cause="killed by SIGKILL", seconds=20.0, trial=found.trial)
+    assert found == Result(ok=False, cause="killed by SIGKILL", seconds=20.0, steps=0, trial=found.trial)
     assert found.samples_per_s is None
 
 

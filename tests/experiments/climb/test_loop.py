@@ -398,6 +398,24 @@ def test_nothing_begins_that_the_budget_does_not_hold() -> None:
     assert runner.ran and runner.late == [] and runner.now < 200
 
 
+@pytest.mark.parametrize("ends_at", [72, 18], ids=["in the window", "in the warm-up"])
+def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(ends_at: int) -> None:
+    """As many seconds as its own runs take are enough: a window of seconds would have 400 steps and take 18 s."""
+    machine = dataclasses.replace(CIFAR, ends_at=ends_at)
+    runner = SimulatedRunner(machine, best={"workers": 12}).with_budget(900)
+    climb = make_climb(runner)
+    climb.climb()
+    later = {at: ask.steps for at, (_, ask) in runner.asks.items() if not at.startswith("00-naive/as-it-is")}
+    assert "workers" in climb.stack and all((steps or 0) <= ends_at for steps in later.values()), later
+    estimate_s = climb._estimate_confirmation_s()
+    assert estimate_s <= 12 * (START_S + ends_at * 0.03), "and so is the confirmation"
+
+
+def test_a_script_of_a_few_steps_is_no_climb() -> None:
+    with pytest.raises(BaseFailed, match=r"it ends after 9 steps, and a climb needs 14 of them"):
+        make_climb(SimulatedRunner(dataclasses.replace(CIFAR, ends_at=9))).climb()
+
+
 def test_once_there_is_something_to_confirm_time_is_kept_for_it() -> None:
     runner = SimulatedRunner(Machine(noise=0.0), best={"batch": 256}).with_budget(640)
     climb = make_climb(runner)

@@ -31,6 +31,8 @@ def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
         ("hung: no step for 6 s; rank 1 (process 7) is stopped from outside at step 12", "or kill -STOP"),
         ("hung: no step, output or CPU use for 600 s at step 7; it was ended", "look for what they wait for"),
         ("exceeded its time limit of 60 s at step 7; it was ended", "--limit SECONDS"),
+        ("the fit of train ended after 8 steps, before the window, which opens after 20", "watch.warmup_steps=3"),
+        ("train ended with exit code 2 before it made a Trainer", "go into --args"),
     ],
 )
 def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:
@@ -49,6 +51,12 @@ def test_a_failure_says_how_to_go_on_where_that_is_possible() -> None:
 def test_what_the_configuration_said_is_not_explained_again() -> None:
     own = failed(trial("exit code 2: got it", "fastloop: got it\n  why\n  do  that", code=2), Path("b"))
     assert str(own) == "fastloop: got it\n  why\n  do  that" and own.exit_code == 2
+
+
+def test_a_script_that_ends_with_2_is_not_taken_for_our_own_words() -> None:
+    usage = "usage: train.py [-h] --name NAME\ntrain.py: error: the following arguments are required: --name"
+    found = failed(trial("exit code 2: train.py: error: required: --name", usage, code=2), what="the base failed")
+    assert str(found).splitlines()[2:] == ["fastloop: the base failed: exit code 2: train.py: error: required: --name"]
 
 
 def test_a_killed_process_did_not_say_that_memory_was_short() -> None:
