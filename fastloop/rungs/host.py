@@ -89,15 +89,15 @@ class Host:
             told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
         if replays and (why := evidence.get("graph_refused")):
             told.append(f"none from there on: {why}")
-        left_out = {name: evidence.get(name, 0) for name in ("flat_batches", "moves_left_out", "gc_passes")}
         words = {
             "flat_batches": "{} batches took the short way through Lightning's loop",
+            "direct_hooks": "hooks are called without detours",
             "moves_left_out": "{} moves of logged values left out",
             "gc_passes": "{} garbage collections at chosen steps",
         }
-        told += [text.format(left_out[name]) for name, text in words.items() if left_out[name]]
+        told += [text.format(count) for name, text in words.items() if (count := evidence.get(name))]
         told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
-        took = replays > 0 or (self.step_graph is not True and any(left_out.values()))
+        took = replays > 0 or (self.step_graph is not True and any(map(evidence.get, words)))
         return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
     def _graph_steps(self, site: Site) -> Applied:

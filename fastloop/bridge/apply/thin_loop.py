@@ -41,6 +41,7 @@ class ThinLoop:
         self._trainer, self._module = trainer, module
         self._loop, self._results = trainer.fit_loop.epoch_loop, 0
         self._flat: FlatLoop | None = None
+        self._direct_hooks = 0
         self._refused: str | None = None
         self._skipped: list[tuple[dict[str, Any], str, Any]] = []
         self._moves: list[_Moved] = []
@@ -64,7 +65,7 @@ class ThinLoop:
     def evidence(self) -> dict[str, Any]:
         """Batches that took the short way or why there is none, and moves of logged values that were none."""
         moves = {"moves_left_out": sum(move.left_out for move in self._moves)}
-        batches = {"flat_batches": 0 if self._flat is None else self._flat.batches}
+        batches = {"flat_batches": 0 if self._flat is None else self._flat.batches, "direct_hooks": self._direct_hooks}
         return {**moves, **batches, **({} if self._refused is None else {"loop_refused": self._refused})}
 
     def undo(self) -> None:
@@ -85,8 +86,8 @@ class ThinLoop:
         owners = self._loop, self._loop.automatic_optimization, trainer.precision_plugin
         for each in calls.bind_to(*owners):
             self._set(*each)
-        if trainer.world_size > 1:
-            self._refused = "several ranks ask each other at every batch whether to stop"
+        if trainer.world_size > 1:  # which ask each other before every batch whether to stop
+            self._direct_hooks = 1
             return
         self._flat = FlatLoop(trainer, module, calls)
         for each in self._flat.functions():
