@@ -1,12 +1,12 @@
 """What Lightning does at every batch though nothing comes of it, left out: the same values, hooks and order.
 
-Measured on Lightning 2.6.6 with a model of two small layers, in CPU time of a busy two-core machine, n = 8 in turns
-(benchmarks/host.py --only own). To a step of 105 us by hand Lightning adds 284 us [256, 320], and with this 83 us
-[80, 91]; with a logged value 675 us [554, 846], and with this 201 us [169, 268]. Where it is saved, about:
+Measured on Lightning 2.6.6 with a model of two small layers, in CPU time of a busy two-core machine, n = 10 in turns
+(benchmarks/host.py --only own). To a step of 115 us by hand Lightning adds 250 us [238, 287], and with this 91 us
+[81, 104]; with a logged value 530 us [491, 726], and with this 179 us [160, 243]. Where it is saved, about:
 
     hooks           44 writes of hooks' names through ``torch.nn.Module.__setattr__``, and contexts   -90 us
-    the loop        what is known is asked again; clips nothing; divides the loss by 1: `flat_loop`   -80 us
-    arguments       the signature of training_step is read anew for each batch                        -25 us
+    the loop        what is known is asked again; clips nothing; divides the loss by 1: `flat_loop`   -50 us
+    arguments       the signature of training_step is read anew for each batch                        -20 us
     logged values   each ``self.log`` moves all that is kept for its name to the device where it is  -230 us a value
 
 What is logged with prog_bar=True is read off the device at each batch, bar or no bar, and the host never runs ahead.
