@@ -1,14 +1,17 @@
 """What the host rung brings: the loop's own microseconds, and the cifar10 recipe at the user's batch of 128.
 
-    python -m benchmarks.host [--steps 400] [--only loop|resident|store] [--rounds 2] [--budget 200] [--size tiny]
+    python -m benchmarks.host [--steps 400] [--only own|loop|resident|store] [--rounds 2] [--budget 200] [--size tiny]
 
-`loop` is a model of two small layers, so that Lightning itself is the step. `resident` trains the recipe's ResNet-18 on
+`own` and `loop` have a model of two small layers, so that Lightning itself is the step. `own` is CPU time: what each
+case adds to a loop by hand that runs right before it; of a run the 10th percentile of ten steps each, because other
+processes only ever add. `resident` trains the recipe's ResNet-18 on
 one batch that stays on the device; `store` on its pictures, from the device store. Rates are of the second half of the
 steps, by a stopwatch between two synchronizations.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import warnings
@@ -42,6 +45,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "resident": ("resident", KERNELS),
 }
 """What there is to learn first."""
+OWN: dict[str, tuple[bool, dict[str, Any] | None]] = {
+    "own": (False, None),
+    "own, watched": (False, {}),
+    "own, host": (False, {"rungs": {"host": {"enabled": True}}, "watch": {"enabled": False}}),
+    "own, host, watched": (False, {"rungs": {"host": {"enabled": True}}}),
+    "own and a value": (True, None),
+    "own and a value, host": (True, {"rungs": {"host": {"enabled": True}}, "watch": {"enabled": False}}),
+}
+"""Whether a value is logged, and FastLoop's configuration."""
+CHUNK = 10
+"""Steps between two looks at the clock."""
 
 
 class Small(L.LightningModule):
@@ -74,6 +88,58 @@ class Stopwatch(L.Callback):
             wait(trainer.strategy.root_device.type)
             self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
             self.cpu_seconds, self.cpu_began = time.process_time() - self.cpu_began, time.process_time()
+
+
+class Looks(L.Callback):
+    """Process time after every few batches."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] % CHUNK == 0:
+            self.seconds.append(time.process_time())
+
+    def quiet_us(self) -> float:
+        """A step in the run's quiet moments, without its first tenth."""
+        seconds = self.seconds[len(self.seconds) // 10 :]
+        took = sorted(after - before for before, after in itertools.pairwise(seconds))
+        return 1e6 * took[len(took) // 10] / CHUNK
+
+
+def step_by_hand(steps: int) -> float:
+    """What Lightning and its hooks are compared with."""
+    module, looks = Small(logs=False), Looks()
+    optimizer = module.configure_optimizers()
+    for index, batch in enumerate(DataLoader([torch.randn(8, 8)] * steps, batch_size=None)):  # type: ignore[arg-type]
+
+        def closure(batch: torch.Tensor = batch, index: int = index) -> torch.Tensor:
+            loss = module.training_step(batch, index)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+        looks.on_train_batch_end(index)
+    return looks.quiet_us()
+
+
+def step_of(logs: bool, config: Any, steps: int) -> float:
+    watch = Looks()
+    loops = [] if config is None else [FastLoop({**config, "rehearsal": "off"}, quiet=True)]
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, callbacks=[watch, *loops], limit_val_batches=0, **quiet
+    )
+    trainer.fit(Small(logs), DataLoader([torch.randn(8, 8)] * steps, batch_size=None))  # type: ignore[arg-type]
+    return watch.quiet_us()
+
+
+def measure_own(case: str, steps: int, _left_s: float) -> dict[str, Any]:
+    """Two fits' worth: by hand, and by Lightning."""
+    torch.set_num_threads(1)
+    by_hand = step_by_hand(steps)
+    return {"steps": steps, "by_hand_us_per_step": by_hand, "us_per_step": step_of(*OWN[case], steps) - by_hand}
 
 
 def measure(case: str, steps: int, size: str, _left_s: float) -> dict[str, Any]:
@@ -115,7 +181,7 @@ def measure(case: str, steps: int, size: str, _left_s: float) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__, rounds=2)
     parser.add_argument("--steps", type=int, help="400, five times that for `loop`; 6 for the tiny size")
-    parser.add_argument("--only", choices=["loop", "resident", "store"])
+    parser.add_argument("--only", choices=["own", "loop", "resident", "store"])
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
@@ -132,6 +198,8 @@ def main() -> None:
         for name, (what, _) in CASES.items()
         if options.only in (None, what)
     ]
+    if options.only in (None, "own"):
+        cases = [*(Case(name, partial(measure_own, name, 5 * steps), 0 if tiny else 3) for name in OWN), *cases]
     run_cases("host", cases, options, rate="us_per_step")
 
 

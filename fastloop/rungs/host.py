@@ -1,10 +1,10 @@
 """Take the host's own work out of the step: graphs in place of launches, garbage collection at chosen steps.
 
-Faster because  one call replays all kernels of a forward, one those of a backward; empty hooks and moves of logged
-                values are left out, 0.2 ms for each value; garbage collection runs only at chosen steps.
+Faster because  one call replays all kernels of a forward, one those of a backward; Lightning's loop goes a short way,
+                which takes 0.15 ms off a step and as much off each value; garbage collection at chosen steps.
 Costs           memory for a second set of activations; a few steps' time once, to record and to compare.
 Don't use when  training_step goes by what no check here sees: files, the clock, global variables. A replay does not.
-Evidence        steps that were replayed, or why none was, with the deviation from the eager step; passes at our steps
+Evidence        replayed steps and how they deviate, batches that went the short way, passes; or why there are none
 Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
@@ -89,16 +89,15 @@ class Host:
             told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
         if replays and (why := evidence.get("graph_refused")):
             told.append(f"none from there on: {why}")
-        left_out = {name: evidence.get(name, 0) for name in ("flat_batches", "moves_left_out", "gc_passes")}
         words = {
             "flat_batches": "{} batches took the short way through Lightning's loop",
+            "direct_hooks": "hooks are called without detours",
             "moves_left_out": "{} moves of logged values left out",
             "gc_passes": "{} garbage collections at chosen steps",
         }
-        told += [text.format(left_out[name]) for name, text in words.items() if left_out[name]]
-        if (why := evidence.get("gc_refused")) is not None:
-            told.append(why)
-        took = replays > 0 or (self.step_graph is not True and any(left_out.values()))
+        told += [text.format(count) for name, text in words.items() if (count := evidence.get(name))]
+        told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
+        took = replays > 0 or (self.step_graph is not True and any(map(evidence.get, words)))
         return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
     def _graph_steps(self, site: Site) -> Applied:

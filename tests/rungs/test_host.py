@@ -90,8 +90,11 @@ def test_takes() -> None:
     assert module.found == {"threshold": MOST_YOUNG, "frozen": True}
     assert evidence(watcher, "host")["gc_passes"] == 2 and len(passes) >= 2 + 1  # the first before the training
     assert verdict(watcher, "host").took is True
-    assert verdict(watcher, "host").why == "2 garbage collections at chosen steps", "what it did not do goes unsaid"
+    told = "8 batches took the short way through Lightning's loop; 2 garbage collections at chosen steps"
+    assert verdict(watcher, "host").why == told, "what it did not do goes unsaid"
     assert Host(enabled=True).verify(Measurement()).took is None
+    ranks = Host(enabled=True).verify(Measurement(evidence={"host": {"flat_batches": 0, "direct_hooks": 1}}))
+    assert (ranks.took, ranks.why) == (True, "hooks are called without detours")
 
 
 def test_a_graph_asked_for_by_name_must_be_replayed() -> None:

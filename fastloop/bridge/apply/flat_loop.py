@@ -8,10 +8,11 @@ another, or a batch is not a plain one, Lightning's own functions run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import importlib
 import inspect
 import logging
+import operator
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -32,10 +33,10 @@ BATCH_HOOKS = (
 )
 """Of modules and callbacks, and empty where nobody overrides them."""
 KNOWN = {
-    "ae90f17c717dee8f": "2.5.0 and 2.5.1",
-    "e2a005514046868c": "2.5.2 and 2.5.3",
-    "9f37f0566c95dab4": "2.5.4 to 2.5.6",
-    "8b88f5b5ad3c1b48": "2.6.0 to 2.6.6",
+    "d274099d56f95325": "2.5.0 and 2.5.1",
+    "02491551a8407987": "2.5.2 and 2.5.3",
+    "867be07b2b198fe3": "2.5.4 to 2.5.6",
+    "2f31c77b27c07c16": "2.6.0 to 2.6.6",
 }
 """Digests of the functions below, and the versions of Lightning that have them."""
 _STANDS_FOR = {
@@ -48,42 +49,65 @@ _STANDS_FOR = {
         "clip_gradients",
         *BATCH_HOOKS,
     ),
-    "strategies.Strategy": ("batch_to_device",),
-    "plugins.precision.Precision": ("clip_gradients",),
-    "plugins.precision.MixedPrecision": ("clip_gradients",),
     "callbacks.Callback": BATCH_HOOKS,
+    "strategies.Strategy": ("batch_to_device",),
+    "plugins.precision.Precision": ("clip_gradients", "train_step_context", "forward_context"),
+    "plugins.precision.MixedPrecision": ("clip_gradients",),
+    "loops.optimization.automatic": ("Closure", "ClosureResult"),
 }
-_STANDS_FOR_OF_LOOP = ("advance", "on_advance_end", "update_lr_schedulers", "_should_accumulate")
-_STANDS_FOR_OF_CONNECTOR = ("on_batch_start", "on_batch_end", "update_train_step_metrics", "log_metrics")
+_STANDS_FOR_LIVE = {
+    "fit_loop.epoch_loop": ("advance", "on_advance_end", "update_lr_schedulers", "_should_accumulate"),
+    "fit_loop.epoch_loop.automatic_optimization": (
+        "run",
+        "_make_closure",
+        "_make_step_fn",
+        "_make_zero_grad_fn",
+        "_make_backward_fn",
+        "_optimizer_step",
+        "_on_before_zero_grad",
+        "_optimizer_zero_grad",
+        "_training_step",
+    ),
+    "_logger_connector": ("on_batch_start", "on_batch_end", "update_train_step_metrics", "log_metrics"),
+}
+"""Of a Trainer's own objects, on which somebody may have set others."""
 
 
 def explain_unknown(trainer: Any, module: Any) -> str | None:
     """Why Lightning's own way to call hooks must stay; None where nobody would see a difference."""
-    space, loop = namespaces.of(trainer), trainer.fit_loop.epoch_loop
+    space, owner = namespaces.of(trainer), type(module)
     if not isinstance(trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
-        return f"{type(trainer.profiler).__name__} tells of every hook"
+        return f"{trainer.profiler.__class__.__name__} tells of every hook"  # ours stands before the user's
     if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):
         return "Lightning logs each call of a hook"
-    if type(module).__setattr__ is not torch.nn.Module.__setattr__ or "_current_fx_name" not in vars(module):
-        return f"{type(module).__name__} keeps its attributes in a way of its own"
-    functions = [getattr(namespaces.load(space, path), name) for path, names in _STANDS_FOR.items() for name in names]
-    functions += [getattr(loop, name) for name in _STANDS_FOR_OF_LOOP]  # of the objects: somebody may have set others
-    functions += [getattr(trainer._logger_connector, name) for name in _STANDS_FOR_OF_CONNECTOR]
-    functions += [loop.automatic_optimization._training_step, loop.automatic_optimization.output_result_cls]
+    if any("__setattr__" in vars(kind) for kind in owner.__mro__[: owner.__mro__.index(torch.nn.Module)]):
+        return f"{owner.__name__} keeps its attributes in a way of its own"
     try:
-        text = "".join(map(inspect.getsource, functions)).replace("lightning.pytorch", "pytorch_lightning")
-    except (OSError, TypeError) as error:
+        digest = _digest(tuple(_list_functions(trainer, space)))
+    except (AttributeError, OSError, TypeError) as error:
         return f"the text of Lightning's loop cannot be read: {error}"
-    if (digest := hashlib.sha256(text.encode()).hexdigest()[:16]) not in KNOWN:
-        return f"the loop of this Lightning is none of those that are known here ({digest})"
-    return None
+    return None if digest in KNOWN else f"the loop of this Lightning is none of those that are known here ({digest})"
+
+
+def _list_functions(trainer: Any, space: str) -> Iterator[Any]:
+    for path, names in _STANDS_FOR.items():
+        yield from (getattr(namespaces.load(space, path), name) for name in names)
+    for path, names in _STANDS_FOR_LIVE.items():
+        owner = operator.attrgetter(path)(trainer)
+        yield from (getattr(live := getattr(owner, name), "__func__", live) for name in names)
+
+
+@functools.cache
+def _digest(functions: tuple[Any, ...]) -> str:
+    text = "".join(map(inspect.getsource, functions)).replace("lightning.pytorch", "pytorch_lightning")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class HookCalls:
     """Calls the hooks that Lightning calls, with the same arguments, less what nobody sees.
 
-    Its methods are named as functions in ``trainer/call.py``, whose callers call them. That writes each hook's name
-    through ``Module.__setattr__`` and times each hook for the profiler, empty or not: 90 us a step.
+    Its methods are named as the functions in ``trainer/call.py``, which write each hook's name through
+    ``Module.__setattr__``, 44 times a step, and time each hook for the profiler, empty or not: 90 us a step.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -114,7 +138,7 @@ class HookCalls:
 
     def bind_to(self, *owners: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """What to set on Lightning's objects: functions of theirs that call hooks, calling them here."""
-        theirs = importlib.import_module(f"{namespaces.of(owners[0])}.trainer.call")
+        theirs = namespaces.load(namespaces.of(owners[0]), "trainer.call")
         for owner in owners:
             for name in dir(type(owner)):
                 function = getattr(type(owner), name)
@@ -127,9 +151,8 @@ class HookCalls:
 
     def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         hook = getattr(self._module, hook_name)
-        if not self.is_heard(hook) or (
-            hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)
-        ):
+        function = getattr(hook, "__func__", None)
+        if function in self._empty or not callable(hook) or (function is self._clip and self._clips_nothing(trainer)):
             return None
         return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
 
@@ -156,10 +179,11 @@ class HookCalls:
         attributes["_current_fx_name"] = before  # as in Lightning, not where the hook raised
         return output
 
-    def _clips_nothing(self, trainer: Any, hook: Any) -> bool:
-        own = [getattr(each, "__func__", None) for each in (hook, self._module.clip_gradients)]
+    def _clips_nothing(self, trainer: Any) -> bool:
+        """Whether Lightning's own ``configure_gradient_clipping`` has nothing to do."""
+        own = getattr(self._module.clip_gradients, "__func__", None)
         clipper = getattr(trainer.precision_plugin.clip_gradients, "__func__", None)
-        return not trainer.gradient_clip_val and own == [self._clip, self._clip_own] and clipper in self._clippers
+        return not trainer.gradient_clip_val and own is self._clip_own and clipper in self._clippers
 
 
 NOTHING = contextlib.nullcontext()
@@ -171,9 +195,10 @@ def _calls_hooks(code: types.CodeType) -> bool:
 
 
 class FlatLoop:
-    """A batch on one device: what Lightning asks several times is asked once, and what is empty is not moved.
+    """A batch on one device: what is known is not asked again, and the loss is not divided by 1.
 
-    40 us a step, 10 of them for the loss's division by 1, which is one more node of its graph.
+    The division alone, with one more node in the graph, takes 10 us. What stays are the hooks that do something, the
+    counters, the fetcher, the copy of the loss and the optimizer's wrappers, each of which somebody may look at.
     """
 
     def __init__(self, trainer: Any, module: Any, calls: HookCalls) -> None:
@@ -186,13 +211,19 @@ class FlatLoop:
         self._iterates = namespaces.load(space, "loops.fetchers._DataLoaderIterDataFetcher")
         base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
         self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
-        movers = [kind for kind in strategy.__mro__ if "batch_to_device" in vars(kind)]
-        self._moves_plainly = movers[1:] == [namespaces.load(space, "strategies.Strategy")]
-        self._shows_loss = type(module).backward is not base.backward or any(
+        plain = namespaces.load(space, "strategies.Strategy")
+        moves, goes_back = (
+            [kind for kind in strategy.__mro__ if name in vars(kind)][1:] == [plain]  # the first is ours
+            for name in ("batch_to_device", "backward")
+        )
+        self._strategy_hears = strategy.on_train_batch_start is not plain.on_train_batch_start
+        self._moves_plainly = moves
+        hears_loss = [
             calls.is_heard(getattr(owner, name))
             for owner in (module, *trainer.callbacks)
             for name in ("on_before_zero_grad", "on_before_backward")
-        )
+        ]
+        self._shows_loss = type(module).backward is not base.backward or not goes_back or any(hears_loss)
         self._limit, self._validates = trainer.limit_val_batches, trainer.enable_validation
         precision, kind = trainer.precision_plugin, namespaces.load(space, "plugins.precision.Precision")
         self._has_context = any(
@@ -227,10 +258,14 @@ class FlatLoop:
             and not self._calls.is_heard(self._module.on_train_batch_start)  # which may skip the rest of the epoch
         )
 
+    def _accumulates(self) -> bool:
+        return self._trainer.accumulate_grad_batches != 1 and bool(self._loop._should_accumulate())
+
     def _advance(self, fetcher: Any) -> None:
         """``_TrainingEpochLoop.advance``."""
         if not self._is_plain(fetcher):
-            return self._whole["advance"](fetcher)
+            self._whole["advance"](fetcher)
+            return
         trainer, loop, calls, progress = self._trainer, self._loop, self._calls, self._loop.batch_progress
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
@@ -247,7 +282,8 @@ class FlatLoop:
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
             calls._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            if self._strategy_hears:
+                calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
             kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
             with calls.profile(trainer, "run_training_batch"):
@@ -265,17 +301,17 @@ class FlatLoop:
     def _end_advance(self, fetcher: Any) -> None:
         """``_TrainingEpochLoop.on_advance_end``."""
         trainer, loop = self._trainer, self._loop
-        stops = trainer.should_stop or trainer.received_sigterm
+        stops = trainer.should_stop or trainer.received_sigterm or loop._skip_next_val
         validates = self._validates or trainer.limit_val_batches != self._limit
         if stops or self._strategy.lr_scheduler_configs or (validates and loop._should_check_val_fx(fetcher)):
             self._whole["on_advance_end"](fetcher)
-        elif not loop._should_accumulate():
+        elif not self._accumulates():
             loop._batches_that_stepped += 1
 
     def _optimize(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """``_AutomaticOptimization.run``, where the batch ends with a step."""
         trainer, automatic, calls = self._trainer, self._automatic, self._calls
-        if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._loop._should_accumulate():
+        if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._accumulates():
             return self._whole["run"](optimizer, batch_idx, kwargs)
         epoch, progress = trainer.current_epoch, automatic.optim_progress.optimizer
 
