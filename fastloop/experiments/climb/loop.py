@@ -231,7 +231,7 @@ class Climb:
         return naive
 
     def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:
-        """Run the training without a rung. A script may end before it has trained so many steps; none is longer then."""
+        """Run the training without a rung. A script may end sooner; then no run is longer."""
         result = self.runner.run(at, {}, Ask(steps=took.steps, warmup=took.warmup), what=what, need_s=need_s)
         if result.steps and result.steps < took.steps:
             self._ends_at, shorter = result.steps, took.up_to(result.steps)
