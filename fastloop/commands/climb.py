@@ -85,7 +85,8 @@ def climb(
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
         with quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
-    return dataclasses.replace(answer, text=f"{answer.text}\n{_describe_use(path, conf)}")
+    use = _describe_use(path, conf) if recorder.climb is not None and recorder.climb.stack else ""
+    return dataclasses.replace(answer, text=f"{answer.text}\n{use}".rstrip())
 
 
 def _make_start(
@@ -113,7 +114,7 @@ def _make_start(
 def _describe_use(place: Path, conf: str | None) -> str:
     """The ladder, and the one line that puts it to use."""
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
-    use = f"callbacks=[fastloop.FastLoop({str(place / LADDER)!r})]"
+    use = f"callbacks=[fastloop.FastLoop({str((place / LADDER).absolute())!r})]"  # a script may change its directory
     if conf is not None and "=" not in conf:
         use = f"fastloop run {conf} --config {place / LADDER}"
     return f"{text.rstrip()}\nUSE      {use}"

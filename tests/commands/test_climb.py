@@ -197,6 +197,7 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
     assert "budget used up" in found["stopped"] and "--resume a" in found["stopped"]
     assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
+    assert found["stack"]["rungs"] == {} and "USE" not in answer.text, "there is nothing to add"
     assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": found["stack"]["rungs"]}
 
 
@@ -284,13 +285,15 @@ def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable
         def _train(self, at: str, stack: Any, ask: Any) -> Result:
             folder = Path("a") / at
             folder.mkdir(parents=True)
-            trial = Trial(name="a", ok=False, cause="exit code 2", seconds=1, run_dir=folder, code=2, tail="got it")
+            trial = Trial(
+                name="a", ok=False, cause="exit code 2", seconds=1, run_dir=folder, code=2, tail="fastloop: got it"
+            )
             return Result(ok=False, cause="exit code 2", trial=trial)
 
     pretend(lab_class=Refused)
     with pytest.raises(Failed) as raised:
         asked(out="a")
-    assert raised.value.exit_code == 2 and str(raised.value) == "got it" and list(tmp_path.iterdir()) == []
+    assert raised.value.exit_code == 2 and str(raised.value) == "fastloop: got it" and list(tmp_path.iterdir()) == []
 
 
 def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any]) -> None:
@@ -303,7 +306,7 @@ def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any
     assert "00-naive/loader" not in runners[0].ran and "loader" not in {
         ask.variation for _, ask in runners[0].asks.values()
     }
-    assert answer.text.splitlines()[-1] == "USE      callbacks=[fastloop.FastLoop('a/ladder.yaml')]"
+    assert answer.text.splitlines()[-1] == f"USE      callbacks=[fastloop.FastLoop('{Path.cwd()}/a/ladder.yaml')]"
     with pytest.raises(ConfigError, match="started with another configuration"):
         asked("rungs.amp.enabled=true", conf=None, script="train.py", args="--epochs 4", resume="a")
     Path("train.py").write_text("import torch")
