@@ -1,56 +1,60 @@
 """What attention and the loss take of GPT-2's step on a CUDA device, by how each is computed.
 
-    python benchmarks/attention.py [--samples 64] [--steps 5] [--windows 4]
+    python -m benchmarks.attention [--samples 64] [--steps 5] [--rounds 4] [--budget 200] [--size tiny]
 
 The gpt2 recipe's module (124 million parameters, 1,024 tokens) in bfloat16 with a fused AdamW and resident random
 tokens, its blocks compiled once; attention as written or replaced, the loss as written, in two kernels, or compiled
-together with the output layer, plain and padded. The arms take turns within each round of windows. First the three
-products of the output layer alone, by how the rows of the logits lie in memory. JSON lines; an arm that fails says why
-and is left out.
+together with the output layer, plain and padded. The arms take turns in each round; `setup_s` is the first two steps,
+compiles included. Last the three products of the output layer alone, by how the rows of the logits lie in memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import math
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from benchmarks.cases import Case, make_parser, run_cases, wait
 from fastloop.feeds.attention.rewriting import ReplaceAttention
 from fastloop.feeds.compiled_calls import CompiledCall, put_in
 from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
 from fastloop.feeds.loss.padding import PadVocabulary
 from recipes.gpt2 import GPT2, Shape
 
-WIDTH, CLASSES, PADDED = 768, 50257, 50304
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {"default": Shape(), "tiny": Shape(layers=2, heads=2, width=32, context=64, vocabulary=8200)}
+PADDED = {"default": 50304, "tiny": 8256}
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def time_ms(run: Callable[[], Any], repeats: int = 5) -> float:
     run()
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began.record()
+    wait(DEVICE)
+    began = time.perf_counter()
     for _ in range(repeats):
         run()
-    ended.record()
-    torch.cuda.synchronize()
-    return round(began.elapsed_time(ended) / repeats, 2)
+    wait(DEVICE)
+    return round(1e3 * (time.perf_counter() - began) / repeats, 3)
 
 
-def time_products(rows: int) -> dict[str, float]:
+def time_products(size: str, samples: int) -> dict[str, float]:
     """Forward, gradient of the input and gradient of the weight: rows side by side, apart, or padded with zeros."""
-    like: Any = {"device": "cuda", "dtype": torch.bfloat16}
-    x, weight = torch.randn(rows, WIDTH, **like), torch.randn(PADDED, WIDTH, **like)
-    dense, wide = torch.zeros(rows, CLASSES, **like), torch.zeros(rows, PADDED, **like)
+    like: Any = {"device": DEVICE, "dtype": torch.bfloat16}
+    rows, width, classes, padded = (
+        samples * SHAPES[size].context,
+        SHAPES[size].width,
+        SHAPES[size].vocabulary,
+        PADDED[size],
+    )
+    x, weight = torch.randn(rows, width, **like), torch.randn(padded, width, **like)
+    dense, wide = torch.zeros(rows, classes, **like), torch.zeros(rows, padded, **like)
     found = {}
-    for name, logits in {"dense": dense, "apart": wide[:, :CLASSES], "padded": wide}.items():
+    for name, logits in {"dense": dense, "apart": wide[:, :classes], "padded": wide}.items():
         used = weight[: logits.shape[1]]
         found[f"forward_{name}_ms"] = time_ms(lambda used=used, logits=logits: torch.mm(x, used.t(), out=logits))
         found[f"input_{name}_ms"] = time_ms(lambda used=used, logits=logits: logits @ used)
@@ -61,15 +65,16 @@ def time_products(rows: int) -> dict[str, float]:
 class Arms:
     """One model, and the ways to run its step."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.model: Any = GPT2(Shape()).cuda().train()
+    def __init__(self, size: str, samples: int) -> None:
+        self.compiles, self.ready = size == "default", set[str]()  # compiling for a CPU takes minutes
+        shape = SHAPES[size]
+        self.model: Any = GPT2(shape).to(DEVICE).train()
         self.model.log = lambda *_: None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.tokens = torch.randint(0, 256, (samples, 1025), device="cuda")
+        self.tokens = torch.randint(0, 256, (samples, shape.context + 1), device=DEVICE)
         self.replace, self.pad = ReplaceAttention(self.model), PadVocabulary()
-        self.loss = LargeCrossEntropy(compiles=True, pads=False)
-        self.rows = LargeCrossEntropy(compiles=True, pads=True)
+        self.loss = LargeCrossEntropy(compiles=self.compiles, pads=False)
+        self.rows = LargeCrossEntropy(compiles=self.compiles, pads=True)
         by_hand, replaced = self._compile([]), self._compile([self.replace])
         plain, padded = self._tail([]), self._tail([self.pad])
         self.arms: dict[str, tuple[Any, Context]] = {
@@ -82,13 +87,15 @@ class Arms:
         }
 
     def _compile(self, passes: list[Any]) -> list[CompiledCall]:
-        how: Any = {"mode": "default", "dynamic": None, "passes": passes, "is_tried": lambda: True}
         codes: dict[Any, Any] = {}
-        return [CompiledCall(block, "block", codes, **how) for block in self.model.blocks]
+        return [self._call(block, "block", codes, passes) for block in self.model.blocks]
+
+    def _call(self, module: Any, name: str, codes: dict[Any, Any], passes: list[Any]) -> CompiledCall:
+        mode = "default" if self.compiles else "eager"
+        return CompiledCall(module, name, codes, mode=mode, dynamic=None, passes=passes, is_tried=lambda: True)
 
     def _tail(self, passes: list[Any]) -> CompiledCall:
-        tail = Tail(self.model)
-        return CompiledCall(tail, "tail", {}, mode="default", dynamic=None, passes=passes, is_tried=lambda: True)
+        return self._call(Tail(self.model), "tail", {}, passes)
 
     @contextlib.contextmanager
     def _whole(self, call: CompiledCall) -> Any:
@@ -104,24 +111,40 @@ class Arms:
         finally:
             del model.forward
 
-    def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Tokens a second, and the last loss."""
+    def measure(self, name: str, steps: int, left_s: float) -> dict[str, Any]:
+        """Tokens a second, the last loss, the peak memory, and what was replaced."""
+        found: dict[str, Any] = {}
         calls, context = self.arms[name]
         undo = put_in(calls)
         try:
             with context():
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(steps):
-                    with torch.autocast("cuda", torch.bfloat16):
-                        loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-                    loss.backward()
-                    self.optimizer.step()
-                    self.optimizer.zero_grad(set_to_none=True)
-                torch.cuda.synchronize()
-                return steps * self.samples * 1024 / (time.perf_counter() - began), float(loss.detach())
+                if name not in self.ready:
+                    found["setup_s"] = self._time(2)[0]
+                    self.ready.add(name)
+                if DEVICE == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                took_s, found["loss"] = self._time(steps)
         finally:
             undo()
+        if DEVICE == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["tokens_per_s"] = steps * self.tokens[:, 1:].numel() / took_s
+        found["replaced"], found["missed"] = self.replace.replaced, self.replace.missed
+        found["padded"] = self.pad.padded
+        found["loss_kernels"] = [(each.calls, each.deviation, each.failure) for each in (self.loss, self.rows)]
+        return found
+
+    def _time(self, steps: int) -> tuple[float, float]:
+        wait(DEVICE)
+        began = time.perf_counter()
+        for _ in range(steps):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        wait(DEVICE)
+        return time.perf_counter() - began, float(loss.detach())
 
 
 class Tail(torch.nn.Module):
@@ -136,39 +159,17 @@ class Tail(torch.nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=64)
+    parser = make_parser(__doc__, rounds=4)
+    parser.add_argument("--samples", type=int, help="64, or 2 for the tiny size")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=4)
-    asked = parser.parse_args()
+    options = parser.parse_args()
+    tiny = options.size == "tiny"
+    samples = options.samples or (2 if tiny else 64)
     torch.manual_seed(0)
-    print(
-        json.dumps({"products": time_products(asked.samples * 1024), "gpu": torch.cuda.get_device_name()}), flush=True
-    )
-    made, rates, losses, peaks = Arms(asked.samples), dict[str, list[float]](), dict[str, float](), dict[str, float]()
-    for name in made.arms:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        began = time.time()
-        try:
-            made.run(name, 2)
-        except Exception as error:
-            print(json.dumps({"arm": name, "failed": f"{type(error).__name__}: {error}"[:300]}), flush=True)
-            continue
-        rates[name], peaks[name] = [], torch.cuda.max_memory_allocated() / 2**30
-        print(json.dumps({"arm": name, "first_two_steps_s": round(time.time() - began, 1)}), flush=True)
-    for _ in range(asked.windows):
-        for name in rates:
-            rate, losses[name] = made.run(name, asked.steps)
-            rates[name].append(round(rate))
-    for name, seen in rates.items():
-        told = {"tokens_per_s": statistics.median(seen), "windows": seen, "peak_gib": round(peaks[name], 1)}
-        print(
-            json.dumps({"arm": name, **told, "loss": losses[name] if math.isfinite(losses[name]) else None}), flush=True
-        )
-    evidence = {"replaced": made.replace.replaced, "missed": made.replace.missed, "padded": made.pad.padded}
-    kernels = [(each.calls, each.deviation, each.failure) for each in (made.loss, made.rows)]
-    print(json.dumps({**evidence, "loss": kernels, "torch": torch.__version__}), flush=True)
+    made = Arms(options.size, samples)
+    cases = [Case(name, partial(made.measure, name, options.steps), 1 if tiny else 30) for name in made.arms]
+    products = Case("products", lambda _: time_products(options.size, samples), 1 if tiny else 3)
+    run_cases("attention", [*cases, products], options, rate="tokens_per_s", samples=samples, steps=options.steps)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What BatchNorm in groups costs: a compiled ResNet-50 on a resident batch, with each way of writing it.
 
-    python benchmarks/batch_norm.py [--groups 4] [--steps 15] [--rounds 3] [--ways ordinary,shipped]
+    python -m benchmarks.batch_norm [--groups 4] [--steps 15] [--rounds 3] [--ways ordinary,shipped] [--budget 150]
 
 ordinary  torch's own BatchNorm over the whole batch, which is another training
 shipped   `normalize_groups`: var_mean; weight and bias are [channels]: five sums of two shapes in the backward
@@ -9,22 +9,22 @@ explicit  var_mean, and a backward that is written out, with two sums
 gathered  var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
 
 Forward, backward and SGD in bfloat16 autocast, channels-last. Each way has a process of its own, so that all compile at
-once; then they take turns, a block of steps each, with the device to themselves. One JSON line per way and round, then
-one per way with the median. `--size tiny --batch 16 --steps 2 --rounds 1` runs on two CPU cores in a few minutes.
+once; then they take turns, a block of steps each, with the device to themselves.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import connection
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from benchmarks.cases import Case, make_parser, run_cases, say, wait
 from fastloop.feeds.batch_norm import groups as batch_norm
 
 
@@ -117,7 +117,7 @@ def make_step(options: Any, groups: int) -> Callable[[], torch.Tensor]:
     batch_norm.group_forwards(model, counts)
     counts.begin(groups)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
-    run = torch.compile(model)
+    run = torch.compile(model, backend="inductor" if options.size == "default" else "eager")
 
     def step() -> torch.Tensor:
         with torch.autocast(options.device, torch.bfloat16):
@@ -130,79 +130,80 @@ def make_step(options: Any, groups: int) -> Callable[[], torch.Tensor]:
     return step
 
 
-def take_turns(way: str, place: int, options: Any, barrier: Any, results: Any) -> None:
-    """Compile with all others, and be timed while they wait."""
+def serve(way: str, options: Any, pipe: Any) -> None:
+    """Compile beside all others; then time a block of steps whenever asked."""
     batch_norm.normalize_groups = WAYS[way]
     began = time.perf_counter()
-    step: Any = None
-    try:
-        step = make_step(options, 1 if way == "ordinary" else options.groups)
-        losses = [float(step()) for _ in range(4)]
-        results.put({"way": way, "compile_s": time.perf_counter() - began, "losses": losses})
-    except Exception as error:
-        step = None
-        results.put({"way": way, "error": f"{type(error).__name__}: {error}"[:400]})
-    for number in range(options.rounds):
-        for turn in range(len(options.ways)):
-            barrier.wait()
-            if turn == place and step is not None:
-                results.put({"way": way, "round": number, **time_block(step, options)})
-    barrier.wait()
+    step = make_step(options, 1 if way == "ordinary" else options.groups)
+    losses = [float(step()) for _ in range(4)]
+    pipe.send({"compile_s": time.perf_counter() - began, "losses": losses})
+    with contextlib.suppress(EOFError):
+        while pipe.recv():
+            pipe.send(time_block(step, options))
 
 
 def time_block(step: Callable[[], torch.Tensor], options: Any) -> dict[str, float]:
     """ms of a step and images/s, after two steps that are not timed."""
     for warm in (2, options.steps):
-        _wait(options.device)
+        wait(options.device)
         began = time.perf_counter()
         for _ in range(warm):
             step()
-        _wait(options.device)
+        wait(options.device)
         took_s = time.perf_counter() - began
     return {"step_ms": 1e3 * took_s / options.steps, "images_per_s": options.batch * options.steps / took_s}
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def gather(pipes: dict[Any, str], left_s: float) -> Iterator[Any]:
+    """The pipes of the ways that are compiled in so many seconds; a line for each way."""
+    waiting, until = dict(pipes), time.monotonic() + left_s
+    while waiting and (heard := connection.wait(list(waiting), min(3600, max(0, until - time.monotonic())))):
+        for pipe in heard:
+            try:
+                found = pipe.recv()
+                yield pipe
+            except EOFError:
+                found = {"error": "it died; its traceback is on stderr"}
+            say("batch_norm", {"case": f"{waiting.pop(pipe)}, first steps", **found})
+    for way in waiting.values():
+        say("batch_norm", {"case": f"{way}, first steps", "left_out": f"not compiled in {left_s:.0f} s"})
+
+
+def measure(pipe: Any, left_s: float) -> dict[str, Any]:
+    pipe.send(True)
+    if not pipe.poll(left_s):
+        raise TimeoutError(f"a block of steps took over {left_s:.0f} s")
+    return dict(pipe.recv())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","))
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, help="256, or 16 for the tiny size")
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--size", default="default", choices=["default", "tiny"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    context = torch.multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(len(options.ways)), context.Queue()
-    processes = [
-        context.Process(target=take_turns, args=(way, place, options, barrier, results), daemon=False)
-        for place, way in enumerate(options.ways)
-    ]
-    for process in processes:
-        process.start()
-    rates: dict[str, list[float]] = {way: [] for way in options.ways}
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    print(json.dumps({"what": "batch_norm", "gpu": name, "torch": torch.__version__, **vars(options)}), flush=True)
-    while any(process.is_alive() for process in processes) or not results.empty():
-        try:
-            line = results.get(timeout=1)
-        except Exception:
-            continue
-        print(json.dumps(line), flush=True)
-        if "images_per_s" in line:
-            rates[line["way"]].append(line["images_per_s"])
-    for way, found in rates.items():
-        if found:
-            print(
-                json.dumps({"way": way, "n": len(found), "median_images_per_s": statistics.median(found)}), flush=True
-            )
-    if any(process.exitcode for process in processes):
-        raise SystemExit(1)
+    options.batch = options.batch or (256 if options.size == "default" else 16)
+    context, began = torch.multiprocessing.get_context("spawn"), time.monotonic()
+    pipes, processes = dict[Any, str](), list[Any]()
+    for way in options.ways:
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(way, options, theirs)))
+        processes[-1].start()
+        theirs.close()
+        pipes[ours] = way
+    try:
+        ready = list(gather(pipes, options.budget * 0.7))
+        for process, pipe in zip(processes, pipes, strict=True):
+            if pipe not in ready:  # else it would go on beside what is timed
+                process.kill()
+        cases = [Case(way, partial(measure, pipe)) for pipe, way in pipes.items() if pipe in ready]
+        options.budget -= time.monotonic() - began
+        run_cases("batch_norm", cases, options, rate="images_per_s", batch=options.batch, groups=options.groups)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 if __name__ == "__main__":

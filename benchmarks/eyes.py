@@ -23,6 +23,7 @@ from typing import Any
 import lightning as L
 import planted
 import torch
+import trace_parts
 from lightning.pytorch.callbacks import Callback
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,7 +33,6 @@ from fastloop.bridge.watch import measurement, session
 from fastloop.evidence.clock import step_clock
 from fastloop.evidence.gpu.efficiency import add_work
 from fastloop.evidence.model.flops import FlopCount
-from fastloop.evidence.trace import kernel_account
 
 TRACED = 20
 PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "callbacks_logging")
@@ -130,7 +130,7 @@ def parts(per_ms: float) -> None:
             FastLoop._find_directory = lambda *_, _kept=kept: _kept  # type: ignore[method-assign,misc]
             planted.train(plant, "cuda", per_ms=per_ms, config={"watch": {"warmup_steps": 10, "trace_steps": TRACED}})
             FastLoop._find_directory = eyes_place  # type: ignore[method-assign]
-            told = kernel_account.parts(kept / "trace.json.gz")
+            told = trace_parts.read_parts(kept / "trace.json.gz")
         limit = max(0.02 * told["step_ms"], 0.3)
         off = {phase: seen.get(phase, 0.0) - told["parts_ms"].get(phase, 0.0) for phase in PHASES}
         # A hook's range in the trace holds the making of its marks, which the events between them do not: what the host

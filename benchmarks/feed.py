@@ -1,6 +1,6 @@
 """Does the feed keep up? Loaders alone, and each of them feeding one compiled ResNet-50 beside a resident batch.
 
-    python benchmarks/feed.py --data imagenet-sample.tar [--seconds 8] [--rounds 3] [--arms alone,train] [--workers 15]
+    python -m benchmarks.feed [--data FILE] [--seconds 4] [--rounds 2] [--only "train,device store"] [--budget 200]
 
 alone  images/s that reach the device: the DataLoader with workers, the same with the prefetch rung's feed, with
        pictures as bytes, and with kept samples besides; the store on the device; and DALI, as its rung makes it: the
@@ -8,17 +8,13 @@ alone  images/s that reach the device: the DataLoader with workers, the same wit
 train  the recipe's network in bf16, channels-last and compiled, batch 256, fed by each of these; `resident` has one
        batch that never moves, and is the limit. It is one process and one compile; arms take turns in each round
 
-One JSON line per arm and round, then one per arm with the median, the lowest and the highest of its rounds. An arm that
-fails says so in a line of its own, and the others go on. Files come from the page cache after the first epoch.
-`--size tiny --seconds 1 --rounds 1 --workers 1 --eager` runs on two CPU cores in a minute.
+Files come from the page cache after the first epoch. `pixels`: how far DALI's pictures are from the dataset's own.
+`--size tiny --seconds 1 --workers 1 --eager` runs on two CPU cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +25,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.cases import Case, find_data, make_parser, run_cases, wait
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.config.loading import load
 from fastloop.evidence import machine
@@ -65,17 +62,17 @@ class Feeds:
         )
         self.steps = read_source(dataset).facts.steps
         self.arms: dict[str, Callable[[], Batches]] = {
+            "device store": self._from_device,
+            "dali cpu": partial(self._dali, "cpu", "device"),
+            "cached bytes": self._cached_bytes,
             "dataloader": lambda: (self.move(batch) for batch in self.loader),
             "prefetch": self._prefetch,
             "bytes": self._bytes,
-            "cache, bytes": self._cached_bytes,
-            "device store": self._from_device,
-            "dali cpu": partial(self._dali, "cpu", "device"),
-            "dali cpu, resized there": partial(self._dali, "cpu", "cpu"),
             "dali mixed": partial(self._dali, "mixed", "device"),
+            "dali cpu resized": partial(self._dali, "cpu", "cpu"),
         }
         if device.type != "cuda":
-            self.arms = {name: self.arms[name] for name in ("dataloader", "cache, bytes", "device store", "dali cpu")}
+            self.arms = {name: self.arms[name] for name in ("device store", "dali cpu", "cached bytes", "dataloader")}
 
     def move(self, batch: Any) -> Any:
         images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
@@ -127,14 +124,9 @@ class Feeds:
             keeps=True,
         )
 
-    def compare_pixels(self) -> None:
-        """Print how far DALI's pictures are from the dataset's own, by who decodes."""
-        for decode in ("cpu", "mixed") if self.device.type == "cuda" else ("cpu",):
-            try:
-                found = dict(self._engine(decode, "device").check(self.plain, lambda _line: None))
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}"[:400]}
-            say({"what": "pixels", "decode": decode, **found})
+    def compare_pixels(self, decode: str, _left_s: float) -> dict[str, Any]:
+        """How far DALI's pictures are from the dataset's own, by who decodes."""
+        return dict(self._engine(decode, "device").check(self.plain, lambda _line: None))
 
     def _dali(self, decode: Any, resize: Any) -> Batches:
         made = self._engine(decode, resize).make(self.plain)
@@ -154,9 +146,11 @@ def repeat(epoch: Callable[[], Batches]) -> Batches:
 
 def measure(batches: Batches, step: Callable[..., Any], seconds: float, device: torch.device) -> dict[str, Any]:
     """Images/s of `step` on these batches, and what the host waited for them."""
+    began = time.perf_counter()
     for _ in range(WARM_BATCHES):
         step(*next(batches))
-    _wait(device)
+    wait(device.type)
+    warm_s = time.perf_counter() - began
     energy_mj = read_energy_mj(device)
     images, waited_s, began = 0, 0.0, time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -165,21 +159,17 @@ def measure(batches: Batches, step: Callable[..., Any], seconds: float, device: 
         waited_s += time.perf_counter() - asked
         step(*batch)
         images += len(batch[0])
-    _wait(device)
+    wait(device.type)
     took_s = time.perf_counter() - began
     spent_mj = None if energy_mj is None else (read_energy_mj(device) or 0) - energy_mj
     return {
         "images_per_s": images / took_s,
         "images": images,
-        "seconds": took_s,
+        "timed_s": took_s,
+        "setup_s": warm_s,
         "host_wait_pct": 100 * waited_s / took_s,
         "joule_per_image": None if spent_mj is None else spent_mj / 1e3 / images,
     }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def read_energy_mj(device: torch.device) -> int | None:
@@ -212,46 +202,40 @@ def make_step(network: torch.nn.Module, options: argparse.Namespace, device: tor
     return step
 
 
-def run_arms(what: str, arms: dict[str, Callable[[], Batches]], step: Any, options: Any, device: torch.device) -> None:
-    """Let the arms take turns, and print what each comes to."""
-    rates: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(options.rounds):
-        names = list(arms) if number % 2 == 0 else list(reversed(arms))
-        for name in names:
-            batches = repeat(arms[name])
-            try:
-                found = measure(batches, step, options.seconds, device)
-                rates[name].append(found["images_per_s"])
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}"[:400]}
-            finally:
-                batches.close()  # type: ignore[attr-defined]
-            say({"what": what, "arm": name, "round": number, **found})
-    limit = statistics.median(rates.get("resident") or [0.0])
-    for name, found_rates in rates.items():
-        if found_rates:
-            middle = statistics.median(found_rates)
-            line = {"what": f"{what}, all rounds", "arm": name, "n": len(found_rates), "images_per_s": middle}
-            line |= {"lowest": min(found_rates), "highest": max(found_rates)}
-            say({**line, "of_resident": middle / limit if limit else None})
+def run_arm(
+    feed: Callable[[], Batches], step: Any, options: Any, device: torch.device, _left_s: float
+) -> dict[str, Any]:
+    """One turn of a feed."""
+    batches = repeat(feed)
+    try:
+        return measure(batches, step, options.seconds, device)
+    finally:
+        batches.close()  # type: ignore[attr-defined]
 
 
-def say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+class FirstCall:
+    """A step that is compiled when it is first wanted."""
+
+    def __init__(self, network: torch.nn.Module, options: argparse.Namespace, device: torch.device) -> None:
+        self.make, self.step = partial(make_step, network, options, device), None
+
+    def __call__(self, *batch: torch.Tensor) -> None:
+        self.step = self.step or self.make()
+        self.step(*batch)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a folder or a tar of photographs; without it the recipe's own made ones")
+    parser = make_parser(__doc__, rounds=2)
+    parser.add_argument(
+        "--data", help="a folder or a tar of photographs; default: shared/data, else the recipe's made ones"
+    )
     parser.add_argument("--recipe", default="resnet50", choices=["resnet50", "cifar10"])
-    parser.add_argument("--arms", default="alone,train", help="alone, train, or names of single feeds among them")
-    parser.add_argument("--seconds", type=float, default=8, help="of each arm in each round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="alone, train, pixels, or names of feeds, separated by commas")
+    parser.add_argument("--seconds", type=float, default=4, help="of each arm in each round")
     parser.add_argument("--batch", type=int, help="256, or 16 for the tiny size")
     parser.add_argument("--workers", type=int, help="of the DataLoader; default: all CPUs but one, at most 15")
     parser.add_argument("--threads", type=int, help="DALI's; default: as the rung chooses")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", default="default", choices=["default", "tiny"])
     parser.add_argument("--eager", action="store_true", help="do not compile")
     options = parser.parse_args()
     cpus = machine.usable_cpus()
@@ -259,29 +243,46 @@ def main() -> None:
     options.batch = options.batch or (16 if options.size == "tiny" else 256)
     device = torch.device(options.device)
     overrides = [f"recipe.size={options.size}"]
-    if options.data:
-        overrides.append(f"recipe.data={Path(options.data).absolute()}")
-    module, data = build_recipe(load(options.recipe, overrides=overrides))
-    data.prepare_data()
-    data.setup("fit")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    torch_version = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    say({"what": "feed", "gpu": name, "cpus": cpus, "pid": os.getpid(), **torch_version, **vars(options)})
-    feeds = Feeds(data.train_set, options, device)
-    feeds.compare_pixels()
-    wanted = options.arms.split(",")
-    chosen = {name: feed for name, feed in feeds.arms.items() if name in wanted} or feeds.arms
-    if "alone" in wanted:
-        run_arms("alone", chosen, lambda *_: None, options, device)
-    if "train" in wanted:
-        step = make_step(module.network, options, device)
-        batch = feeds.move(next(iter(feeds.plain)))
-        began = time.perf_counter()
-        for _ in range(3):
-            step(*batch)
-        _wait(device)
-        say({"what": "first steps, with the compile", "seconds": time.perf_counter() - began})
-        run_arms("train", {"resident": lambda: iter([batch] * 64), **chosen}, step, options, device)
+    samples = {"resnet50": "imagenet-sample.tar", "cifar10": "cifar10-jpg.tar"}
+    if data := options.data or find_data(samples[options.recipe], options.size):
+        overrides.append(f"recipe.data={Path(data).absolute()}")
+    module, pictures = build_recipe(load(options.recipe, overrides=overrides))
+    pictures.prepare_data()
+    pictures.setup("fit")
+    feeds = Feeds(pictures.train_set, options, device)
+    run_cases(
+        "feed",
+        list_cases(feeds, FirstCall(module.network, options, device), options, device),
+        options,
+        rate="images_per_s",
+        **{name: getattr(options, name) for name in ("recipe", "batch", "workers", "eager")},
+        data=bool(data),
+    )
+
+
+def list_cases(feeds: Feeds, step: Any, options: argparse.Namespace, device: torch.device) -> list[Case]:
+    """Into the network, the feeds alone, and the pixels: those that are asked for."""
+    wanted, turn_s = set(filter(None, options.only.split(","))), 1.5 * options.seconds
+    parts, names = wanted & {"alone", "train", "pixels"}, wanted & set(feeds.arms)
+    if unknown := wanted - parts - names:
+        raise SystemExit(f"no such part or feed: {', '.join(sorted(unknown))}; there are {', '.join(feeds.arms)}")
+    batch = feeds.move(next(iter(feeds.plain)))
+    arms = {"resident": lambda: iter([batch] * 64)} | {
+        name: feed for name, feed in feeds.arms.items() if name in (names or feeds.arms)
+    }
+    first_s = {"resident": 60.0, "device store": 30.0} if options.size == "default" else {}
+    cases = [
+        Case(f"train, {name}", partial(run_arm, feed, step, options, device), turn_s + first_s.get(name, 3))
+        for name, feed in arms.items()
+    ]
+    cases += [
+        Case(f"alone, {name}", partial(run_arm, feed, lambda *_: None, options, device), turn_s + 3)
+        for name, feed in arms.items()
+        if name != "resident"
+    ]
+    decoders = ("cpu", "mixed") if device.type == "cuda" else ("cpu",)
+    cases += [Case(f"pixels, {decode}", partial(feeds.compare_pixels, decode), 3) for decode in decoders]
+    return [case for case in cases if not parts or case.name.partition(",")[0] in parts]
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
 """What the host rung brings: the loop's own microseconds, and the cifar10 recipe at the user's batch of 128.
 
-    python benchmarks/host.py [--steps 400] [--only loop|resident|store]
+    python -m benchmarks.host [--steps 400] [--only loop|resident|store] [--rounds 2] [--budget 200] [--size tiny]
 
 `loop` is a model of two small layers, so that Lightning itself is the step. `resident` trains the recipe's ResNet-18 on
 one batch that stays on the device; `store` on its pictures, from the device store. Rates are of the second half of the
-steps, by a stopwatch between two synchronizations. One JSON line per case; no interval: one run each.
+steps, by a stopwatch between two synchronizations.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.cases import Case, make_parser, run_cases, wait
 from fastloop import FastLoop
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.config.loading import load
@@ -28,19 +28,20 @@ KERNELS: dict[str, Any] = {"amp": {}, "layout": {}, "fused": {}}
 COMPILED: dict[str, Any] = {**KERNELS, "compile": {"pay_back": "ignore"}}
 STORE: dict[str, Any] = {**COMPILED, "cache": {"store": "device"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "loop": ("loop", {}),
-    "loop, host without graphs": ("loop", {"host": {}}),
-    "loop, host": ("loop", {"host": {"step_graph": True}}),
-    "loop and a value": ("loop", {}),
-    "loop and a value, host without graphs": ("loop", {"host": {}}),
-    "loop and a value, host": ("loop", {"host": {"step_graph": True}}),
-    "resident": ("resident", KERNELS),
-    "resident, host": ("resident", {**KERNELS, "host": {"step_graph": True}}),
-    "resident, compile": ("resident", COMPILED),
     "resident, compile, host": ("resident", {**COMPILED, "host": {"step_graph": True}}),
-    "store, compile": ("store", STORE),
+    "resident, compile": ("resident", COMPILED),
     "store, compile, host": ("store", {**STORE, "host": {"step_graph": True}}),
+    "store, compile": ("store", STORE),
+    "loop, host": ("loop", {"host": {"step_graph": True}}),
+    "loop, host without graphs": ("loop", {"host": {}}),
+    "loop": ("loop", {}),
+    "loop and a value, host": ("loop", {"host": {"step_graph": True}}),
+    "loop and a value, host without graphs": ("loop", {"host": {}}),
+    "loop and a value": ("loop", {}),
+    "resident, host": ("resident", {**KERNELS, "host": {"step_graph": True}}),
+    "resident": ("resident", KERNELS),
 }
+"""What there is to learn first."""
 
 
 class Small(L.LightningModule):
@@ -70,15 +71,16 @@ class Stopwatch(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in (self.steps // 2, self.steps):
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(trainer.strategy.root_device.type)
             self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
             self.cpu_seconds, self.cpu_began = time.process_time() - self.cpu_began, time.process_time()
 
 
-def measure(case: str, steps: int, size: str) -> dict[str, Any]:
+def measure(case: str, steps: int, size: str, _left_s: float) -> dict[str, Any]:
     """One fit."""
     what, rungs = CASES[case]
+    if size == "tiny":  # compiling for a CPU takes minutes
+        rungs = {name: keys for name, keys in rungs.items() if name != "compile"}
     torch.manual_seed(0)
     watch = Stopwatch(steps)
     config = {"rungs": {name: {"enabled": True, **keys} for name, keys in rungs.items()}}
@@ -99,7 +101,7 @@ def measure(case: str, steps: int, size: str) -> dict[str, Any]:
             pair = torch.randn(128, 3, 32, 32, device=device), torch.randint(10, (128,), device=device)
             trainer.fit(module, DataLoader([pair] * steps, batch_size=None))  # type: ignore[arg-type]
     assert loop.measurement is not None
-    row: dict[str, Any] = {"case": case, "us_per_step": 1e6 * watch.seconds / (steps - steps // 2)}
+    row: dict[str, Any] = {"steps": steps, "us_per_step": 1e6 * watch.seconds / (steps - steps // 2)}
     row["cpu_us_per_step"] = 1e6 * watch.cpu_seconds / (steps - steps // 2)
     if what != "loop":
         row["img_per_s"] = 128 * (steps - steps // 2) / watch.seconds
@@ -109,17 +111,26 @@ def measure(case: str, steps: int, size: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--only", default=None)
-    parser.add_argument("--size", default="default", choices=["default", "tiny"])
-    asked = parser.parse_args()
+    parser = make_parser(__doc__, rounds=2)
+    parser.add_argument("--steps", type=int, help="400, five times that for `loop`; 6 for the tiny size")
+    parser.add_argument("--only", choices=["loop", "resident", "store"])
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for case, (what, _) in CASES.items():
-        if asked.only in (None, what):
-            print(json.dumps(measure(case, 2000 if what == "loop" else asked.steps, asked.size)), flush=True)
+    tiny = options.size == "tiny"
+    steps = options.steps or (6 if tiny else 400)
+    expected_s = {"loop": 3, "resident": 25, "store": 30}
+    cases = [
+        Case(
+            name,
+            partial(measure, name, 5 * steps if what == "loop" else steps, options.size),
+            0 if tiny else expected_s[what],
+        )
+        for name, (what, _) in CASES.items()
+        if options.only in (None, what)
+    ]
+    run_cases("host", cases, options, rate="us_per_step")
 
 
 if __name__ == "__main__":

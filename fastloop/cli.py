@@ -16,6 +16,7 @@ import click
 from fastloop import __version__, commands
 from fastloop.commands import console
 from fastloop.commands.console import Answer, get_attached
+from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
 from fastloop.records.store import Record
 
@@ -182,6 +183,7 @@ def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **
 
     Trains BASE and one arm per --vs several times each, in fresh processes and alternating order.
     """
+    _refuse_stray_args(options)
     request = commands.ab.request(**options)
     _run_and_print(lambda: commands.ab.ab(request, out=out, force=force, resume=resume, progress=_print), json_to)
 
@@ -202,8 +204,15 @@ def climb(conf: str | None, budget: str, json_to: str | None, **options: Any) ->
 
     Rungs that change the training are left out unless --allow says otherwise.
     """
+    _refuse_stray_args(options)
     budget_s = console.parse_seconds(budget, "--budget")
     _run_and_print(lambda: commands.climb.climb(conf, budget_s=budget_s, progress=_print, **options), json_to)
+
+
+def _refuse_stray_args(options: Mapping[str, Any]) -> None:
+    if options["args"] and options["script"] is None:
+        do = "write --script train.py as well, or key=value for a configuration"
+        raise ConfigError(got=f"--args {options['args']!r}", why="only a script takes arguments", do=do)
 
 
 @cli.command()

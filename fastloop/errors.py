@@ -40,12 +40,12 @@ class NotApplicable(Exception):
 
 
 def require_positive(key: str, value: object, *, why: str, do: str) -> None:
-    """Raise `ConfigError` where a rung's number is below 1; ``auto`` and None are let through.
+    """Raise `ConfigError` where a rung's number is not above 0; ``auto`` and None are let through.
 
     Args:
         key: of the setting, below ``rungs``: ``workers.count``.
     """
-    if isinstance(value, int) and value < 1:
+    if isinstance(value, (int, float)) and not value > 0:
         raise ConfigError(key=key, got=f"{key}={value}", why=why, do=do)
 
 

@@ -43,6 +43,8 @@ _spec = importlib.util.spec_from_file_location("_become", _BECOME)  # without fa
 assert _spec is not None and _spec.loader is not None
 become = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(become)
+MOST_BYTES = 2**22
+"""Of one message between a process and the server."""
 PRELOADED = (
     "torch",
     "lightning.pytorch",
@@ -98,7 +100,7 @@ class Server:
     @classmethod
     def started(cls) -> Server:
         """A new one, which imports all it is to import."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         environ = {**os.environ, **ONE_THREAD}
         for name in [name for name in environ if name.startswith("PYTEST_")]:
             del environ[name]
@@ -110,13 +112,13 @@ class Server:
                 pass_fds=(theirs.fileno(),),
                 preexec_fn=lambda: os.setpgid(0, 0),
             )
-        greeting = json.loads(become.receive(ours)[0])
+        greeting = json.loads(ours.recv(MOST_BYTES))
         return cls(process, ours, greeting["environ"], greeting["roots"])
 
     @classmethod
     def forked(cls) -> Server:
         """A copy of this process, which must have done nothing yet."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         parent = os.getpid()
         if not (pid := os.fork()):
             try:
@@ -138,8 +140,8 @@ class Server:
         libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            become.send(self._socket, json.dumps(request).encode(), descriptors)
-            answer = json.loads(become.receive(self._socket)[0])
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = json.loads(self._socket.recv(MOST_BYTES))
         finally:
             libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
         return int(answer["pid"]) if "pid" in answer else None
@@ -436,20 +438,20 @@ def _greet(connection: socket.socket) -> None:
             _Pristine.roots[name] = file
     _Pristine.modules = frozenset(sys.modules)
     _Pristine.finalizers = frozenset(weakref.finalize._registry)  # type: ignore[attr-defined]
-    become.send(connection, json.dumps({"environ": before, "roots": _Pristine.roots}).encode(), [])
+    connection.send(json.dumps({"environ": before, "roots": _Pristine.roots}).encode())
 
 
 def _serve(connection: socket.socket) -> None:
     """Fork until whoever asks has gone."""
     while True:
-        message, descriptors = become.receive(connection)
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 64)
         if not message:
             return
         if _threads() != 1:
-            become.send(connection, json.dumps({"why": f"the server has {_threads()} threads"}).encode(), [])
+            connection.send(json.dumps({"why": f"the server has {_threads()} threads"}).encode())
         else:
             answer = {"pid": _fork_twice(connection, json.loads(message), descriptors)}
-            become.send(connection, json.dumps(answer).encode(), [])
+            connection.send(json.dumps(answer).encode())
         for each in descriptors:
             os.close(each)
 

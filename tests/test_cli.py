@@ -143,7 +143,21 @@ MISTYPED = [
         "fastloop run has no option --recipe.size",
         "write recipe.size=…, without dashes",
     ),
-    ("rungs amp --json", "fastloop", "Option '--json' requires an argument.", "see fastloop --help"),
+    ("rungs amp --json", "--json", "Option '--json' requires an argument.", "write a value after --json, or drop it"),
+    (
+        "ab cifar10 --vs amp --args --lr=1",
+        "--args '--lr=1'",
+        "only a script takes arguments",
+        "write --script train.py as well, or key=value for a configuration",
+    ),
+    ("config show cifar10 recipe.sise=tiny", "recipe.sise (command line)", "recipe has no key sise", "write size"),
+    (
+        "config show cifar10 trainer.benchmrak=true",
+        "trainer.benchmrak (command line)",
+        "Lightning's Trainer takes no such argument",
+        "write benchmark",
+    ),
+    ("--json - doctor", "fastloop", "fastloop has no option --json", "see fastloop --help"),
     ("rungs amps", "rung 'amps'", f"the rungs are {RUNGS}", "write amp"),
     ("rungs wurst", "rung 'wurst'", f"the rungs are {RUNGS}", "write one of them"),
     (

@@ -108,7 +108,6 @@ def test_what_it_says_of_itself(wheel: Path) -> None:
         "psutil",
         "scipy",
         "jinja2",
-        "matplotlib",
         "nvidia-ml-py",
         "torchdata",
         "msgspec",

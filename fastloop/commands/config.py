@@ -17,7 +17,9 @@ from fastloop.records import store
 
 def show_config(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     """Show every value and where it was set; secrets are masked."""
-    rows = show(load(conf, more=more, overrides=overrides))
+    config = load(conf, more=more, overrides=overrides)
+    _check_free_keys(config)
+    rows = show(config)
     width = min(44, max(len(f"{key}: {spell(value)}") for key, value, _ in rows))
     text = "\n".join(f"{f'{key}: {spell(value)}':<{width}}  # {origin}" for key, value, origin in rows)
     values = [{"key": key, "value": value, "origin": str(origin)} for key, value, origin in rows]
@@ -38,13 +40,16 @@ def diff_configs(a: str, b: str) -> Answer:
 def check_without_torch(config: Config) -> None:
     """Refuse what training would refuse: no recipe, a checkpoint that is not there, what ``trainer`` does not take.
 
-    Of ``recipe`` that is a key that is no field of its ``Settings``; the recipe checks types and values itself.
-
     Raises:
         ConfigError: with file, line, full key and the nearest known key, as in training.
     """
     require_recipe(config)
     require_checkpoint(config)
+    _check_free_keys(config)
+
+
+def _check_free_keys(config: Config) -> None:
+    """Below ``trainer``: what Lightning takes. Below ``recipe``: fields of its ``Settings``, which checks values."""
     check_trainer_arguments(config)
     names = None if config.recipe_file is None else read_fields(config.recipe_file)
     if names is None:

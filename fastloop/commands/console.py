@@ -114,13 +114,15 @@ def write(path: Path, text: str, mode: str = "w") -> None:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Convert a duration such as ``90s``, ``20m``, ``1h30m`` or ``90`` to seconds; raises ConfigError."""
+    """Convert a duration such as ``90s``, ``20m``, or ``1h30m`` to seconds; raises ConfigError."""
     one = r"(\d+(?:\.\d+)?)"
-    found = re.fullmatch(f"{one}|(?:{one}h)?(?:{one}m)?(?:{one}s)?", text.strip())
+    found = re.fullmatch(f"(?:{one}h)?(?:{one}m)?(?:{one}s)?", text.strip())
     parts = found.groups(default="0") if found else ()
-    total = sum(float(part) * unit for part, unit in zip(parts, (1, 3600, 60, 1), strict=False))
+    total = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if total <= 0:
-        raise ConfigError(got=f"{option} {text}", why="not a valid duration", do="write 90s, 20m or 1h30m")
+        raise ConfigError(
+            got=f"{option} {text}", why="not a number with h, m or s behind it", do="write 90s, 20m or 1h30m"
+        )
     return total
 
 
@@ -169,12 +171,15 @@ def to_config_error(error: click.ClickException) -> ConfigError:
     command = context.command_path if context else "fastloop"
     why, do = error.format_message(), f"see {command} --help"
     if isinstance(error, click.NoSuchOption):
-        name, near = error.option_name, find_nearest(error.option_name, error.possibilities or ())
+        name = error.option_name
+        near = find_nearest(name.lstrip("-"), [option.lstrip("-") for option in error.possibilities or ()])
         why = f"{command} has no option {name}"
         if "." in name:
             do = f"write {name.lstrip('-')}=…, without dashes"
         elif near:
-            do = f"write {near}"
+            do = f"write --{near}"
+    elif isinstance(error, click.BadOptionUsage):  # comes without the command
+        command, do = error.option_name, f"write a value after {error.option_name}, or drop it"
     elif extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", why):
         command, why = f"{command} … {extra[1]}", f"{command} takes no further argument"
     elif isinstance(error, click.MissingParameter) and error.param is not None:

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fastloop.config.shipped import KINDS, is_path, locate, shipped, shipped_root
-from fastloop.config.strict_yaml import KeyPath, Marked, Origin, load_yaml, parse_scalar
+from fastloop.config.strict_yaml import COMMAND_LINE, KeyPath, Marked, Origin, load_yaml, parse_scalar
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import mask
 from fastloop.records.store import is_file
-
-COMMAND_LINE = "command line"
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _TOKEN = re.compile(r"""(?<=[=,:[{\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')|.""", re.DOTALL)
@@ -227,7 +225,7 @@ def _override(part: str, argument: str) -> Layer:
     if not text.strip():
         raise _bad_override(argument, f"{key.strip()} gets no value", f"write {key.strip()}=null to mean nothing")
     try:
-        value = parse_scalar(text, shown=COMMAND_LINE)
+        value = parse_scalar(text)
     except ConfigError as error:
         raise _bad_override(argument, error.why, error.do) from None
     for inner in reversed(path):

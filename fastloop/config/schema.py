@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from fastloop.config.strict_yaml import KeyPath, Origin
+from fastloop.config.strict_yaml import COMMAND_LINE, KeyPath, Origin
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import MASK, is_secret, mask
@@ -78,13 +78,10 @@ def check_keys(
             example = "key: …" if kind is dict else f"{next(iter(fields_of(kind)))}: …"
             if example == "enabled: …" and str(value).lower() in (*_TRUE, *_FALSE):
                 example = f"enabled: {'true' if str(value).lower() in _TRUE else 'false'}"
-            raise fault(
-                full,
-                origin,
-                f"{full} is a section with keys of its own",
-                f"write {key}: {{{example}}}, or delete the line",
-                value=value,
-            )
+            do = f"write {key}: {{{example}}}, or delete the line"
+            if origin.file == COMMAND_LINE:
+                do = f"write {full}.{example.replace(': ', '=')}"
+            raise fault(full, origin, f"{full} is a section with keys of its own", do, value=value)
         if not section and isinstance(value, dict):
             raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
         if dataclasses.is_dataclass(kind):

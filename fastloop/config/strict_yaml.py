@@ -22,6 +22,7 @@ from fastloop.records.yaml_text import plain
 KeyPath = tuple[str, ...]
 """Where a value sits: the keys above it and its own; list items by their index."""
 
+COMMAND_LINE = "command line"
 MAX_NODES = 10_000
 """Values a file may hold once its aliases are expanded: a hundred bytes can expand to gigabytes."""
 MAX_DEPTH = 50
@@ -85,7 +86,7 @@ def load_yaml(path: Path, *, shown: str | None = None) -> Marked:
     return marked
 
 
-def parse_scalar(text: str, *, shown: str = "command line") -> Any:
+def parse_scalar(text: str, *, shown: str = COMMAND_LINE) -> Any:
     """Read the value of one ``key=value``: a scalar, or ``[…]``, ``{…}`` and quoted text as in a file.
 
     Anything that does not begin with a bracket, a brace or a quote is one scalar, whatever signs it holds, except that
@@ -182,7 +183,7 @@ class _Reader:
             )
         if self._count <= MAX_NODES and len(path) <= MAX_DEPTH:
             return
-        section = self._at(path[:1], self.lines[path[:1]])
+        section = self._at(path[:1], self.lines.get(path[:1], line))
         if len(path) > MAX_DEPTH:
             raise _too_deep(section)
         raise ConfigError(
@@ -219,6 +220,8 @@ def _not_yaml(shown: str, error: yaml.MarkedYAMLError) -> ConfigError:
         problem = f"{error.context} that began on line {begun.line + 1}, {problem}"
     problem = _QUOTED.sub(lambda quoted: quoted[0] if len(quoted[1]) < 3 or quoted[1][0] == "<" else "'…'", problem)
     do = "indent with spaces" if "\\t" in problem else "fix this line, or the open quote or bracket above it"
+    if problem.endswith("but got '{'"):
+        do = 'quote what begins with ${: "${run.seed}"'
     if "single document" in (error.context or ""):
         problem, do = "a second document begins here", "keep one document in a file"
     return ConfigError(got=f"{shown}:{mark.line + 1}", why=f"it is not YAML: {problem}", do=do)

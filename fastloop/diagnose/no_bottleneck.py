@@ -51,6 +51,8 @@ def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
         title, head = "BUSY, USE UNKNOWN", f"the GPU works for {step.format_ms(step.device_ms)}"
     elif missing:
         title, head = "NO BOTTLENECK FOUND", "no bottleneck in what was measured"
+    if not step.on_gpu and step.measured.evidence.get("cpu", {}).get("crowded"):
+        title, head = "CPU OVERSUBSCRIBED", "the CPUs were oversubscribed (run it alone, or with fewer threads)"
     return _make_none(title, f"{head}: {'; '.join(word for word in (most, acquitted, *missing) if word)}")
 
 

@@ -19,8 +19,11 @@ from fastloop.records.readings import (
     to_number,
 )
 
-DECODING = "decoding"
-"""The cause for which rungs' cards stand that decode less: where worker processes alone would not keep up."""
+DECODING, MOSTLY_DECODING = "decoding", "mostly_decoding"
+"""Causes against which rungs help that decode less: worker processes alone would not keep up; and little is left to do
+for an image once it is decoded."""
+MOSTLY = 2 / 3
+"""Of the time for making a batch."""
 MORE_WORTH = 1.25
 """Workers that could be had for each there is, from which on more of them are advised."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
@@ -37,7 +40,9 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     if (decoding := describe_decoding(step.measured)) is not None:
         feeds = [rung for rung in rungs.list_against(DECODING) if rungs.is_available(step.measured, rung)]
         if feeds and not _would_keep_up(step):
-            cause, decoding = DECODING, f"{decoding}: {' or '.join(feeds)}"
+            cause = MOSTLY_DECODING if _is_mostly_decoding(step.measured) else DECODING
+            feeds.sort(key=rungs.list_against(cause).index)
+            decoding = f"{decoding}: {' or '.join(feeds)}"
         idle += f" ({decoding})"
     instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
     return cost.explain(idle, rungs.choose(step.measured, cause, instead))
@@ -50,6 +55,14 @@ def _would_keep_up(step: Attribution) -> bool:
         return False
     batches = micro_batches(step.measured)
     return made_ms / most <= step.step_ms / batches - made_ms
+
+
+def _is_mostly_decoding(seen: Measurement) -> bool:
+    """Whether the training process makes the batches, and spends most of that time on decoding."""
+    made_ms, decode_ms = read_batch_ms(seen), to_number(loader(seen).get("decode_ms"))
+    if loader(seen).get("num_workers") != 0 or made_ms is None or decode_ms is None or not seen.micro_batch:
+        return False
+    return decode_ms * seen.micro_batch >= MOSTLY * made_ms
 
 
 def _advise_loading(seen: Measurement, number: str | None) -> str:

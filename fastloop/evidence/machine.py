@@ -142,7 +142,8 @@ def memory_free_bytes(root: Path = ROOT) -> int | None:
     rooms = []
     for group in _cgroups(root, "memory"):
         used = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
-        taken = sum(int(used.get(name, 0)) for name in ("anon", "shmem", "total_rss", "total_shmem"))
+        names = ("total_rss", "total_shmem") if "total_rss" in used else ("anon", "shmem")  # version 1, or 2
+        taken = sum(int(used.get(name, 0)) for name in names)
         for name in ("memory.max", "memory.limit_in_bytes"):
             if (limit := _text(group / name)).isdecimal():
                 rooms.append(max(0, int(limit) - taken))

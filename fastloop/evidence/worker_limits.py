@@ -37,25 +37,27 @@ def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
     return costs
 
 
+def count_used_batches(batches: int, limit: int | float | None) -> int:
+    """Batches of an epoch under ``limit_train_batches``, as Lightning counts them."""
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
 def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
     """Batches that each epoch takes from the loader where there are several epochs; None where it is not known."""
-    limit, batches = facts.limit_train_batches, loader.batches
-    if batches is not None and limit is not None:
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    if batches is None or facts.max_epochs == 1:
+    if loader.batches is None or facts.max_epochs == 1:
         return None
+    batches = count_used_batches(loader.batches, facts.limit_train_batches)
     ends = facts.max_steps is not None and facts.max_steps * facts.accumulate <= batches
     return None if ends else batches
 
 
 def count_draws(loader: LoaderFacts, facts: Facts) -> int | None:
     """Samples that the whole run asks for on all ranks; None where that is not known."""
-    batches, limit = loader.batches, facts.limit_train_batches
-    if batches is not None and limit is not None:
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    by_epochs = None if batches is None or facts.max_epochs is None else batches * facts.max_epochs
-    by_steps = None if facts.max_steps is None else facts.max_steps * facts.accumulate
-    known = [count for count in (by_epochs, by_steps) if count is not None]
+    known = [] if facts.max_steps is None else [facts.max_steps * facts.accumulate]
+    if loader.batches is not None and facts.max_epochs is not None:
+        known.append(count_used_batches(loader.batches, facts.limit_train_batches) * facts.max_epochs)
     return min(known) * loader.batch_size * facts.world_size if known and loader.batch_size else None
 
 

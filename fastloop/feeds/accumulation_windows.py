@@ -1,68 +1,9 @@
-"""Accumulation windows: a batch sampler that hands them out whole, what forbids that, and what then counts steps."""
+"""Accumulation windows that become one batch: what forbids that, and what then counts steps."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import Any
-
+from fastloop.evidence.worker_limits import count_used_batches
 from fastloop.records.facts import Facts, LoaderFacts
-
-
-class Joined(list[Any]):
-    """The indices of a window's batches, one after the other, and how many each batch has."""
-
-    sizes: tuple[int, ...] = ()
-
-
-class WindowSampler:
-    """Joins each `window` batches of a batch sampler into one, and remembers their sizes in order.
-
-    The sizes matter: Lightning weighs every batch of a window the same (1/window), whatever its size, and so does a
-    merged window when it is cut again. They are kept in a queue because batches are drawn ahead of their use.
-
-    Args:
-        batches: the user's batch sampler, any iterable of index lists.
-        window: batches per window.
-        limit: batches of an epoch to use (``limit_train_batches``); None = all.
-    """
-
-    def __init__(self, batches: Iterable[Any], window: int, limit: int | None = None) -> None:
-        self.batches, self.window, self.limit = batches, window, limit
-        self.limit_once: int | None = None
-        """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
-        self.first_once: int | None = None
-        """Batches of that epoch's first window: a run may be resumed inside of what is a window here."""
-        self.sizes: deque[tuple[int, ...]] = deque()
-
-    def __iter__(self) -> Iterator[Joined]:
-        self.sizes.clear()
-        limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
-        size, self.first_once = self.first_once or self.window, None
-        source = islice(iter(self.batches), limit)
-        while window := [list(batch) for batch in islice(source, size)]:
-            size = self.window
-            joined = Joined(index for batch in window for index in batch)
-            joined.sizes = tuple(len(batch) for batch in window)
-            self.sizes.append(joined.sizes)
-            yield joined
-
-    def __len__(self) -> int:
-        batches = len(self.batches)  # type: ignore[arg-type]
-        return -(-min(batches, batches if self.limit is None else self.limit) // self.window)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches":
-            raise AttributeError(name)
-        return getattr(self.batches, name)
-
-
-def count_used_batches(batches: int, limit: int | float | None) -> int:
-    """Batches of an epoch under ``limit_train_batches``, as Lightning counts them."""
-    if limit is None:
-        return batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 def batches_between_validations(batches: int, interval: int | float) -> int:

@@ -144,6 +144,12 @@ class Budget:
     def exhausted(self) -> bool:
         return self.graphs >= GRAPHS
 
+    def forget_graphs(self) -> None:
+        """They are no longer right; what is known of sizes stays."""
+        self.graphs, self.spent = 0, ""
+        self._fitting.clear()
+        self._recent.clear()
+
     def fits(self, sizes: Sizes) -> bool:
         """Whether a graph was made for such sizes."""
         return any(fits(sizes) for fits in self._fitting)

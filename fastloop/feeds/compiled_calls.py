@@ -6,7 +6,6 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -21,10 +20,15 @@ from fastloop.records.plan import Undo
 
 GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 """Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
-``meta["example_value"]``; calls that the pass adds get theirs afterwards."""
+``meta["example_value"]``; calls that the pass adds get theirs afterwards. What it reads the numbers of, it adds to
+the graph's ``meta[TAKEN]``: tensors out of ``meta[MAY_TAKE]``, by their ids. New graphs follow where these change."""
+MAY_TAKE, TAKEN = "fastloop_may_take", "fastloop_taken"
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
+MOST_LOOKS = 8
+"""At what a tensor holds that was written to, or replaced, and is the same each time: from there on, no graph has its
+numbers."""
 
 
 class CompiledCall:
@@ -36,7 +40,8 @@ class CompiledCall:
     whose compiled form fails is repeated eagerly, and compiled no more.
 
     Args:
-        codes: code objects by class and shapes of a module; filled here, one dictionary for all modules of a fit.
+        codes: code objects by class and shapes of a module, and what their graphs hold as numbers; filled here, one
+            dictionary for all modules of a fit.
         dynamic: None: what is seen to vary; True: every dimension; False: none.
         is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
         mode: of torch.compile, or eager: graphs run as the passes leave them.
@@ -55,7 +60,7 @@ class CompiledCall:
         self,
         module: Any,
         name: str,
-        codes: dict[Any, CodeType],
+        codes: dict[Any, Any],
         *,
         mode: str,
         dynamic: bool | None,
@@ -63,11 +68,6 @@ class CompiledCall:
         passes: Sequence[GraphPass] = (),
         changes: Iterable[Mapping[int, int]] = (),
     ) -> None:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not is_compiling():  # no graph holds this line: reached, it says that none fitted
-                self._missed = True
-            return module._call_impl(*args, **kwargs)
-
         self.module, self.name = module, name or type(module).__name__
         self.dynamic, self.is_tried, self._changes = dynamic, is_tried, changes
         self.graphs, self.failure = 0, ""
@@ -80,14 +80,33 @@ class CompiledCall:
         self._missed = False
         self._varying: dict[str, list[int]] = {}
         self._buffers = list(module.buffers())
+        self._codes, self._mode, self._passes = codes, mode, tuple(passes)
+        self._seen: dict[str, tuple[torch.Tensor, int, int]] = {}
+        """Tensors that graphs hold as numbers, with version and place in memory as they were when looked at."""
+        self._holders: dict[str, tuple[Mapping[str, Any], str]] = {}
+        """Of buffers among these: where each is kept, and by which name."""
+        self._looks: dict[str, int] = {}
+        self._make(call_shapes.describe_kind(module))
+
+    def _make(self, kind: Any, barred: frozenset[str] = frozenset()) -> None:
+        """What goes through torch.compile; its graphs hold no numbers of the tensors in `barred`."""
+        module = self.module
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_compiling():  # no graph holds this line: reached, it says that none fitted
+                self._missed = True
+            return module._call_impl(*args, **kwargs)
+
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
         # object, and with it their graphs; all others, and every later fit, get one of their own.
-        kind = call_shapes.describe_kind(module), _hash_masks(module) if passes else ()
-        call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=self.name))
+        self._kind, masks = kind, _hash_masks(module, barred) if self._passes else ()
+        made = call.__code__.replace(co_name=self.name), Frozen(barred)
+        call.__code__, self._frozen = self._codes.setdefault((kind, masks, barred), made)
+        mode = self._mode
         how: Any = {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
-        if passes or mode == "eager":
-            how = {"backend": _Passing(mode, tuple(passes))}
-        self.compiled = torch.compile(call, dynamic=dynamic, **how)
+        if self._passes or mode == "eager":
+            how = {"backend": _Passing(mode, self._passes, self._frozen)}
+        self.compiled = torch.compile(call, dynamic=self.dynamic, **how)
 
     @property
     def spent(self) -> str:
@@ -109,6 +128,11 @@ class CompiledCall:
         budget = self._find_budget(tensors)
         if budget is None or budget.spent:
             return self.module._call_impl(*args, **kwargs)
+        if self._frozen.digests and (changed := self._find_changed(tensors)):
+            for each in self.budgets.values():
+                each.forget_graphs()
+            self._seen.clear()
+            self._make(self._kind, self._frozen.barred | changed)
         sizes: Sizes = {way: tensor.shape for way, tensor in tensors.items()}
         is_new = not budget.fits(sizes)
         # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
@@ -151,13 +175,38 @@ class CompiledCall:
         if not budget.exhausted:
             for way in self._varying.keys() & tensors.keys():
                 torch._dynamo.maybe_mark_dynamic(tensors[way], self._varying[way])
+        self._frozen.module, self._frozen.tensors = self.module, tensors
         try:
             with stance:
                 return self.compiled(*args, **kwargs)
         finally:
+            self._frozen.tensors = {}
             captured = dynamo_graphs.count_captured() - captured
             self.graphs += captured
             budget.count(captured=captured > 0, eager=self._missed)
+
+    def _find_changed(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Ways to tensors that no longer hold the numbers that graphs have of them."""
+        changed = set[str]()
+        for way, digest in self._frozen.digests.items():
+            if way[0] == "." and way not in self._holders:
+                path, _, name = way[1:].rpartition(".")
+                self._holders[way] = self.module.get_submodule(path)._buffers, name
+            holder, name = self._holders.get(way, (tensors, way))
+            if (now := holder.get(name)) is None:  # then no graph that holds it fits this call
+                continue
+            seen = self._seen.get(way)
+            try:
+                version = now._version
+            except RuntimeError:  # one that was made in inference mode does not count
+                version = -1
+            if seen is not None and seen[0] is now and seen[1] == version and seen[2] == now.data_ptr():
+                continue
+            self._looks[way] = self._looks.get(way, 0) + 1
+            if self._looks[way] > MOST_LOOKS or _digest(now) != digest:
+                changed.add(way)
+            self._seen[way] = now, version, now.data_ptr()
+        return frozenset(changed)
 
     def _find_budget(self, tensors: Mapping[str, torch.Tensor]) -> Budget | None:
         """That of this kind of calls; None where there are too many kinds."""
@@ -186,10 +235,39 @@ class CompiledCall:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
 
 
-def _hash_masks(module: torch.nn.Module) -> tuple[int, ...]:
+class Frozen:
+    """Tensors whose numbers the graphs of one code object hold: a mask that was read as causal, fill values.
+
+    Args:
+        barred: ways to tensors that graphs must not hold.
+
+    Attributes:
+        digests: of what each held when it was taken, by the way to it: ``.name`` of a buffer, or that of an argument.
+        module, tensors: of the call that is being made.
+    """
+
+    def __init__(self, barred: frozenset[str]) -> None:
+        self.barred, self.digests = barred, dict[str, int]()
+        self.module, self.tensors = torch.nn.Module(), dict[str, torch.Tensor]()
+
+    def list_ways(self) -> dict[int, str]:
+        """Ways to what a pass may take in this call, by the ids of the tensors."""
+        every = {f".{name}": buffer for name, buffer in self.module.named_buffers()} | self.tensors
+        return {id(each): way for way, each in every.items() if way not in self.barred and not torch.is_inference(each)}
+
+    def take(self, ways: Mapping[int, str], taken: Mapping[int, torch.Tensor]) -> None:
+        """A graph holds the numbers of these from now on."""
+        self.digests |= {ways[key]: _digest(tensor) for key, tensor in taken.items()}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return hash((tensor.shape, tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+
+
+def _hash_masks(module: torch.nn.Module, barred: frozenset[str]) -> tuple[int, ...]:
     """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
-    masks = [buffer for buffer in module.buffers() if buffer.dim()]
-    return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
+    masks = [buffer for name, buffer in module.named_buffers() if buffer.dim() and f".{name}" not in barred]
+    return tuple(map(_digest, masks))
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:
@@ -220,11 +298,14 @@ class _Passing:
 
     mode: str
     passes: tuple[GraphPass, ...]
+    frozen: Frozen
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}}
         for each in self.passes:
             graph = each(graph)
             _add_values(graph.graph)
+        self.frozen.take(graph.meta.pop(MAY_TAKE), graph.meta.pop(TAKEN))
         if self.mode == "eager":
             return graph.forward
         from torch._inductor.compile_fx import compile_fx

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ class DeviceFeed(LazyLoader):
         start: how the loader is started, see LazyLoader.
     """
 
-    _OWN = LazyLoader._OWN | {"depth", "device", "stage", "retired", "stream", "seen"}
+    _OWN: ClassVar[Collection[str]] = (*LazyLoader._OWN, "depth", "device", "stage", "retired", "stream", "seen")
 
     def __init__(
         self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], **start: Any
@@ -137,7 +137,7 @@ class StatefulDeviceFeed(DeviceFeed):
         consumed: batches of this epoch that the Trainer has taken in, counted from the epoch's start.
     """
 
-    _OWN = DeviceFeed._OWN | {"consumed", "_states", "_index", "_resumed"}
+    _OWN: ClassVar[Collection[str]] = (*DeviceFeed._OWN, "consumed", "_states", "_index", "_resumed")
 
     def __init__(self, inner: Any, *, consumed: Callable[[], int], **settings: Any) -> None:
         super().__init__(inner, **settings)

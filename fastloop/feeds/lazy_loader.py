@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
@@ -53,27 +53,11 @@ class StandIn(PassesOn):
         return len(self.inner)
 
 
-class StandInDataset:
-    """The same for a map-style dataset, which it is for whoever looks at it (a worker_init_fn, get_worker_info(),
-    trainer.train_dataloader): what they set is set there, too.
+class Disguised(StandIn):
+    """A stand-in for whoever looks at it too: it has the class of ``inner``, and what is set is set there."""
 
-    Subclasses name their own attributes, in the order in which their ``__init__`` takes them.
-    """
-
-    _OWN: ClassVar[tuple[str, ...]] = ("inner",)
-
-    inner: Any
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.inner[index]
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._OWN:  # not set yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+    _OWN: ClassVar[Collection[str]] = ("inner",)
+    """Attributes of the stand-in itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._OWN:
@@ -84,6 +68,13 @@ class StandInDataset:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.inner)
+
+
+class StandInDataset(Disguised):
+    """The same for a map-style dataset. ``_OWN`` is in the order in which ``__init__`` takes the attributes."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.inner[index]
 
     def __reduce__(self) -> Any:
         return type(self), tuple(getattr(self, name) for name in self._OWN)
@@ -131,7 +122,7 @@ class Engine(Protocol):
         """
 
 
-class LazyLoader(StandIn):
+class LazyLoader(Disguised):
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
     Late, because Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on resume, so that
@@ -145,7 +136,7 @@ class LazyLoader(StandIn):
         engine: loads in the loader's place; None where the loader does.
     """
 
-    _OWN = frozenset({"inner", "keeps_iterator", "epochs", "engine", "live", "_drawn", "_has_begun"})
+    _OWN: ClassVar[Collection[str]] = ("inner", "keeps_iterator", "epochs", "engine", "live", "_drawn", "_has_begun")
 
     def __init__(
         self,
@@ -159,12 +150,6 @@ class LazyLoader(StandIn):
         self._has_begun = False
         self._drawn: torch.Tensor | None = None
         self.live: weakref.ref[Any] | None = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

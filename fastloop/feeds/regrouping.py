@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fastloop.feeds.batch_tree import map_tensors, samples, tensors
+from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+from fastloop.feeds.splitting import CannotSplit, cut_at
 
 Leaves = list[torch.Tensor]
 """The tensors of one batch, depth first, on the host."""
@@ -44,8 +46,12 @@ def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
     sizes = sizes[: ends.index(sum(theirs)) + 1]
     if len({len(leaves) for leaves in others} | {len(list(tensors(batch))) for batch in own}) > 1:
         raise CannotRegroup("the batches do not all have as many tensors")
-    columns = [_cut([leaves[n] for leaves in others], theirs, sizes) for n in range(len(others[0]))]
-    return [_fill(batch, [column[n] for column in columns]) for n, batch in enumerate(own[: len(sizes)])]
+    if theirs != sizes:
+        try:
+            others = [piece.batch for piece in cut_at(concatenate(others), sizes, full=1)]
+        except (CannotConcatenate, CannotSplit) as error:
+            raise CannotRegroup(str(error)) from error
+    return [_fill(batch, leaves) for batch, leaves in zip(own, others, strict=False)]
 
 
 def _count_rows(leaves: Sequence[torch.Tensor]) -> int:
@@ -53,21 +59,6 @@ def _count_rows(leaves: Sequence[torch.Tensor]) -> int:
     if not rows:
         raise CannotRegroup("a batch holds no tensor with a first dimension")
     return rows
-
-
-def _cut(parts: Leaves, theirs: Sequence[int], sizes: Sequence[int]) -> Leaves:
-    """One tensor of all batches, in other sizes."""
-    if list(theirs) == list(sizes):
-        return parts
-    if all(part.dim() == 0 for part in parts):
-        if any(not torch.equal(part, parts[0]) for part in parts):
-            raise CannotRegroup("a number of its own for each batch")
-        return [parts[0]] * len(sizes)
-    if any(part.dim() == 0 or part.shape[0] != rows for part, rows in zip(parts, theirs, strict=True)):
-        raise CannotRegroup(f"a tensor of shape {tuple(parts[0].shape)} in a batch of {theirs[0]} samples")
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise CannotRegroup("batches that are padded to different lengths")
-    return list(torch.split(torch.cat(parts), list(sizes)))
 
 
 def _fill(batch: Any, leaves: Leaves) -> Any:

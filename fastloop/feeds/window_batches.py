@@ -1,18 +1,63 @@
-"""The batches of an accumulation window: each collated as the user's loader does it, then concatenated where that goes.
+"""Accumulation windows as batches: the sampler joins their indices, the dataset makes them.
 
-All of it happens where the loader collates: in its worker processes, if it has any.
+Each batch of a window is collated as the user's loader does it, then they are concatenated where that goes. It happens
+where the loader collates: in its worker processes, if it has any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from fastloop.feeds.accumulation_windows import Joined
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
-from fastloop.feeds.lazy_loader import StandInDataset
+from fastloop.feeds.lazy_loader import StandIn, StandInDataset
+
+
+class Joined(list[Any]):
+    """The indices of a window's batches, one after the other, and how many each batch has."""
+
+    sizes: tuple[int, ...] = ()
+
+
+class WindowSampler(StandIn):
+    """Joins each `window` batches of a batch sampler into one, and remembers their sizes in order.
+
+    The sizes matter: Lightning weighs every batch of a window the same (1/window), whatever its size, and so does a
+    merged window when it is cut again. They are kept in a queue because batches are drawn ahead of their use.
+
+    Args:
+        inner: the user's batch sampler, any iterable of index lists.
+        window: batches per window.
+        limit: batches of an epoch to use (``limit_train_batches``); None = all.
+    """
+
+    def __init__(self, inner: Iterable[Any], window: int, limit: int | None = None) -> None:
+        self.inner, self.window, self.limit = inner, window, limit
+        self.limit_once: int | None = None
+        """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
+        self.first_once: int | None = None
+        """Batches of that epoch's first window: a run may be resumed inside of what is a window here."""
+        self.sizes: deque[tuple[int, ...]] = deque()
+
+    def __iter__(self) -> Iterator[Joined]:
+        self.sizes.clear()
+        limit, self.limit_once = self.limit if self.limit_once is None else self.limit_once, None
+        size, self.first_once = self.first_once or self.window, None
+        source = islice(iter(self.inner), limit)
+        while window := [list(batch) for batch in islice(source, size)]:
+            size = self.window
+            joined = Joined(index for batch in window for index in batch)
+            joined.sizes = tuple(len(batch) for batch in window)
+            self.sizes.append(joined.sizes)
+            yield joined
+
+    def __len__(self) -> int:
+        batches = len(self.inner)
+        return -(-min(batches, batches if self.limit is None else self.limit) // self.window)
 
 
 class WindowDataset(StandInDataset):

@@ -23,16 +23,14 @@ class FoundSize:
     """What limits it, or why nothing was searched."""
 
 
-def list_sizes(own: int, batches: int, *, least: int = 1, whole: bool = False) -> list[int]:
+def list_sizes(own: int, batches: int) -> list[int]:
     """Micro-batches, ascending, that divide an optimizer step evenly.
 
     Args:
         own: samples of the user's batch.
         batches: of them in a step that may be put together.
-        least: samples.
-        whole: none smaller than the user's batch.
     """
-    parts = [] if whole else [size for size in range(least, own) if own % size == 0]
+    parts = [size for size in range(1, own) if own % size == 0]
     return parts + [own * count for count in range(1, batches + 1) if batches % count == 0]
 
 

@@ -114,7 +114,7 @@ class Outcome:
     is_lasting: bool = True
     """The next run would meet the fault again."""
     on_modules: bool = False
-    """Played with the modules, so that its times stand in a row with those of other such rungs."""
+    """It changes the modules, so its times compare with those of other such rungs."""
     is_costly: bool = False
     """Its first call has a one-time cost."""
     rehearsed: Rehearsed | None = None
@@ -128,7 +128,7 @@ def find_last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
 
 
 def drop_slow(outcomes: Sequence[Outcome], base_ms: float, by_ladder: Collection[str]) -> list[Outcome]:
-    """The outcomes, with a fault for each rung of a shipped ladder that makes what was played slower.
+    """The outcomes, with a fault for each rung of a shipped ladder that makes the rehearsed calls slower.
 
     Of a stack that ends with a compile nothing is dropped: rungs may only pay together, and each change compiles anew.
     """

@@ -13,8 +13,7 @@ from fastloop.records.trial import Ledger, LedgerEpoch, LedgerStep
 Wrong = tuple[int, str, str]
 """The number of an optimizer step, from 1; what is not the same there; and that in words."""
 _NEARLY = 3 / 4
-"""An epoch that draws so much of a dataset and no sample twice does not put samples back: by chance it would not come
-to that."""
+"""An epoch that draws this share of a dataset and no sample twice samples without replacement: it is no accident."""
 
 
 def ledger_gate(
@@ -206,6 +205,6 @@ def _draws_all(ledger: Ledger, epoch: LedgerEpoch) -> bool:
 
 
 def _draws_once(ledger: Ledger, epoch: LedgerEpoch) -> bool:
-    """No sample twice, of a dataset of which little is left."""
+    """No sample twice, and most of the dataset."""
     dataset = ledger.dataset
     return epoch.again == 0 and None not in (dataset, epoch.samples) and epoch.samples >= _NEARLY * dataset  # type: ignore[operator]

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy.special import stdtr, stdtrit
+import numpy
+from scipy.special import stdtrit
 
 Runs = int | Literal["auto"]
 """Of each arm: a number, or as many as it takes, judged at the planned looks."""
 
 ALPHA = 0.05
 """How often an experiment may name a difference that is none: once in twenty, whatever it compares and looks at."""
+
+POWER = 0.8
+"""How often a difference of the smallest visible size is seen."""
 
 LOOKS = (3, 5, 7, 10)
 """Rounds after which ``auto`` may judge. Judging after every round from 3 to 10 would cry wolf 16 times in 100."""
@@ -79,17 +84,17 @@ def effect(
     """
     if len(base) != len(base_places) or len(arm) != len(arm_places) or not base or not arm:
         raise ValueError("every run needs a rate and a place, and every arm a run")
-    sides = [_centred(base, base_places), _centred(arm, arm_places)]
-    rows = [row for side in sides for row in side.rows]
-    along = sum(place * place for place, _ in rows)
-    apart = sides[1].place - sides[0].place
-    slope = sum(place * rate for place, rate in rows) / along if along else 0.0
-    dof = len(rows) - 2 - (along > 0)
-    if dof < 1 or (not along and apart):
+    rates, places = numpy.log([*base, *arm]), numpy.array([*base_places, *arm_places], dtype=float)
+    is_arm = numpy.repeat([0.0, 1.0], [len(base), len(arm)])
+    columns = [numpy.ones_like(rates), is_arm, places - places.mean()][: 3 if numpy.ptp(places) else 2]
+    design = numpy.column_stack(columns)
+    found, _, rank, _ = numpy.linalg.lstsq(design, rates, rcond=None)
+    dof = len(rates) - len(columns)
+    if dof < 1 or rank < len(columns):
         return None
-    sd = max(math.sqrt(sum((rate - slope * place) ** 2 for place, rate in rows) / dof), _LEAST_SD)
-    se = sd * math.sqrt(1 / len(base) + 1 / len(arm) + (apart * apart / along if along else 0.0))
-    return Effect(log_ratio=sides[1].rate - sides[0].rate - slope * apart, se=se, dof=dof, sd=sd)
+    sd = max(math.sqrt(numpy.sum((rates - design @ found) ** 2) / dof), _LEAST_SD)
+    se = sd * math.sqrt(numpy.linalg.inv(design.T @ design)[1, 1])
+    return Effect(log_ratio=float(found[1]), se=se, dof=dof, sd=sd)
 
 
 def interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
@@ -98,17 +103,12 @@ def interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
     return _exp(effect.log_ratio - reach), _exp(effect.log_ratio + reach)
 
 
-def p_value(effect: Effect) -> float:
-    """Two-sided: how often a difference this large comes from nothing."""
-    return float(2 * stdtr(effect.dof, -abs(effect.log_ratio) / effect.se))
+def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA) -> float:
+    """Smallest speed-up, in percent, that ``n_a`` against ``n_b`` runs show with the probability ``POWER``.
 
-
-def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA, power: float = 0.8) -> float:
-    """Smallest speed-up, in percent, that ``n_a`` against ``n_b`` runs show with probability ``power``.
-
-    ``(t(1 - alpha/2) + t(power)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
+    ``(t(1 - alpha/2) + t(POWER)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
     """
-    return 100 * (_exp((_t(dof, 1 - alpha / 2) + _t(dof, power)) * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
+    return 100 * (_exp((_t(dof, 1 - alpha / 2) + _t(dof, POWER)) * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
 
 
 def error_rate(runs: Runs, arms: int = 1) -> float:
@@ -151,18 +151,10 @@ class Pool:
 
         A drift adds to it, as neighbouring pairs run in opposite order: screens get more careful, not bolder.
         """
-        return self._with(_log_ratios(pairs), 0.5)
-
-    def plus_runs(self, rates: Sequence[float]) -> Pool:
-        """With repeated runs of one and the same arm."""
-        return self._with([math.log(rate) for rate in rates], 1.0)
-
-    def _with(self, logs: Sequence[float], share: float) -> Pool:
-        if len(logs) < 2:
+        dof = len(pairs) - 1
+        if dof < 1:
             return self
-        middle = math.fsum(logs) / len(logs)
-        squares = share * math.fsum((log - middle) ** 2 for log in logs)
-        return Pool(squares=self.squares + squares, dof=self.dof + len(logs) - 1)
+        return Pool(squares=self.squares + 0.5 * dof * statistics.variance(_log_ratios(pairs)), dof=self.dof + dof)
 
 
 def screen(pairs: Sequence[tuple[float, float]], pool: Pool) -> Effect | None:
@@ -178,13 +170,12 @@ def screen(pairs: Sequence[tuple[float, float]], pool: Pool) -> Effect | None:
     sd, dof = pool.plus(pairs).sd, pool.plus(pairs).dof
     if not pairs or sd is None:
         return None
-    logs = _log_ratios(pairs)
-    return Effect(log_ratio=math.fsum(logs) / len(logs), se=sd * math.sqrt(2 / len(logs)), dof=dof, sd=sd)
+    return Effect(log_ratio=statistics.fmean(_log_ratios(pairs)), se=sd * math.sqrt(2 / len(pairs)), dof=dof, sd=sd)
 
 
-def looks_faster(effect: Effect | None, confidence: float = LOOKS_FASTER) -> bool:
+def looks_faster(effect: Effect | None) -> bool:
     """Whether a screen keeps its change: faster by a one-sided t test."""
-    return effect is not None and effect.log_ratio > _t(effect.dof, confidence) * effect.se
+    return effect is not None and effect.log_ratio > _t(effect.dof, LOOKS_FASTER) * effect.se
 
 
 def mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float, float] | None:
@@ -194,25 +185,9 @@ def mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float
     """
     if len(gaps) < 2:
         return None
-    middle = math.fsum(gaps) / len(gaps)
-    variance = math.fsum((gap - middle) ** 2 for gap in gaps) / (len(gaps) - 1)
-    reach = _t(len(gaps) - 1, (1 + level) / 2) * math.sqrt(variance / len(gaps))
+    middle = statistics.fmean(gaps)
+    reach = _t(len(gaps) - 1, (1 + level) / 2) * statistics.stdev(gaps) / math.sqrt(len(gaps))
     return middle - reach, middle + reach
-
-
-@dataclass(frozen=True)
-class _Side:
-    place: float
-    rate: float
-    """Means of place and log(rate)."""
-    rows: list[tuple[float, float]]
-    """(place, log rate) of each run less those means."""
-
-
-def _centred(rates: Sequence[float], places: Sequence[float]) -> _Side:
-    logs = [math.log(rate) for rate in rates]
-    place, rate = math.fsum(places) / len(places), math.fsum(logs) / len(logs)
-    return _Side(place, rate, [(one - place, log - rate) for one, log in zip(places, logs, strict=True)])
 
 
 def _log_ratios(pairs: Sequence[tuple[float, float]]) -> list[float]:

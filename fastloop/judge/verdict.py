@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastloop.judge.statistics import ALPHA, Effect, effect, interval, mde_pct
-from fastloop.records.experiment import Comparison, Judged, Outcome, Sample
+from fastloop.records.experiment import Comparison, Judged, Outcome, Sample, choose_digits
 
 LEAST_RUNS = 3
 """Of each arm. A spread estimated from two says nothing."""
@@ -175,19 +175,12 @@ def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | N
     """The ratio with its interval; where that decides nothing, it alone: its middle would pass for a claim."""
     if ratio is None or ci95 is None:
         return ""
-    digits = 2
-    while digits < 4 and (f"{ci95[0]:.{digits}f}" == f"{ci95[1]:.{digits}f}" or _hides_one(ci95, digits)):
-        digits += 1
+    digits = choose_digits(ci95)
     low, high = (f"{bound:.{digits}f}" if bound < WIDE else f"{bound:.3g}" for bound in ci95)
     level = f"{100 * (1 - alpha):.4g} % interval"
     if verdict == "inconclusive":
         return f"anything from {low}x to {high}x, {level}, {count}"
     return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
-
-
-def _hides_one(ci95: tuple[float, float], digits: int) -> bool:
-    """Whether rounding would print an interval that excludes 1 as one that touches it."""
-    return (ci95[0] > 1 or ci95[1] < 1) and any(round(bound, digits) == 1 for bound in ci95)
 
 
 def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:

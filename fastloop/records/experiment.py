@@ -96,6 +96,18 @@ class Comparison:
     parity: Outcome = field(default_factory=Outcome)
 
 
+def choose_digits(ends: tuple[float, float] | None) -> int:
+    """Decimals of an interval: two, or more where rounding would make both ends one, or hide that 1 lies outside."""
+    if ends is None:
+        return 2
+    is_outside = ends[0] > 1 or ends[1] < 1
+    for digits in (2, 3):
+        low, high = (round(end, digits) for end in ends)
+        if low != high and not (is_outside and 1 in (low, high)):
+            return digits
+    return 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """What runs ran on."""

@@ -106,8 +106,6 @@ class ImageFacts:
     unknown: str | None = None
     """The first step that is none of these, by its name; `steps` then ends before it."""
     count: int = 0
-    sample_path: str | None = None
-    """One of the files."""
 
     @property
     def prefix(self) -> tuple[ImageStep, ...]:

@@ -151,6 +151,8 @@ class ScriptOrders:
     """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
     beat: str | None = None
     """The file that gets the step."""
+    seed_offset: int = 0
+    """Added to the seeds that the script has chosen, once it begins to train: run-1 is to be another run than run-0."""
     stacks: bool = False
     """SIGUSR2 writes where each thread stands."""
     disposable: bool = False

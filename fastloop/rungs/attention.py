@@ -2,7 +2,7 @@
 
 Faster because  a fused kernel never writes the scores [tokens, tokens] to memory, and a causal one skips half of them.
 Costs           a second to capture each kind of attention module; rounding, and other random numbers for dropout.
-Don't use when  masks kept in buffers change during training, or rows that a mask bars entirely count in the loss.
+Don't use when  masks are written to through ``.data``, or rows that a mask bars entirely count in the loss.
 Evidence        attentions replaced in captured graphs, and the calls that ran them; Hugging Face models switched
 Source          https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """

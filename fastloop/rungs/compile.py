@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
@@ -151,7 +150,7 @@ class _Compiling:
     def __call__(self, site: Site) -> Applied:
         from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
 
-        before, codes = dynamo_graphs.count(), dict[Any, CodeType]()
+        before, codes = dynamo_graphs.count(), dict[Any, Any]()
         how: Any = {"mode": self.rung.mode, "dynamic": None if self.rung.dynamic == "auto" else self.rung.dynamic}
         how |= {"passes": site.graph_passes, "changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
         calls = [CompiledCall(site.module.get_submodule(name), name, codes, **how) for name in self.targets]

@@ -42,7 +42,7 @@ CARD = Card(
     family="feed",
     does="DALI decodes image files outside of Python, and only the part of each that is used",
     evidence={"images": 0},
-    answers={"data_wait": 2, "decoding": 1},
+    answers={"data_wait": 2, "decoding": 1, "mostly_decoding": 2},
     applies=lambda seen: loader(seen).get("decode_ms") is not None,
     variants=_variants,
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
@@ -155,26 +155,28 @@ class Dali:
 
 def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:
     """What happens to each file; raises NotApplicable with what is in the way."""
-    kind = loader.kind
-    if not loader.is_dataloader:
-        raise NotApplicable(f"{kind} is not a DataLoader: a DALI iterator of your own, for one, is left as it is")
-    if loader.engine is not None:
-        raise NotApplicable(f"{loader.engine} loads the samples already")
-    if (why := find_obstacle(loader.images)) is not None:
-        raise NotApplicable(why)
-    if loader.custom_collate:
-        raise NotApplicable("your own collate_fn makes the batches; DALI makes whole batches itself")
-    if not loader.auto_collates or loader.batch_size is None:
-        raise NotApplicable(f"{kind} has no batch_size, which DALI needs to allocate memory")
-    if loader.batches == 0:
-        raise NotApplicable("the loader has no batches: drop_last, and fewer samples than one batch")
-    if loader.stateful:
-        raise NotApplicable(f"{kind} keeps a position of its own, which DALI's look-ahead would shift")
-    if loader.sampler_hazards:
-        raise NotApplicable(f"DALI reads the sampler ahead of training: {'; '.join(loader.sampler_hazards)}")
-    if loader.own_iterator:
-        raise NotApplicable(f"{kind} makes its own iterators")
-    if facts.device == "cuda" and "on_before_batch_transfer" in facts.transfer_hooks:
-        raise NotApplicable("on_before_batch_transfer expects batches that are not on the device yet")
-    assert isinstance(loader.images, ImageFacts)
-    return loader.images
+    kind, images, no_images = loader.kind, loader.images, find_obstacle(loader.images)
+    before_transfer = facts.device == "cuda" and "on_before_batch_transfer" in facts.transfer_hooks
+    obstacles = (
+        (
+            not loader.is_dataloader,
+            f"{kind} is not a DataLoader: a DALI iterator of your own, for one, is left as it is",
+        ),
+        (loader.engine is not None, f"{loader.engine} loads the samples already"),
+        (no_images, str(no_images)),
+        (loader.custom_collate, "your own collate_fn makes the batches; DALI makes whole batches itself"),
+        (
+            not loader.auto_collates or loader.batch_size is None,
+            f"{kind} has no batch_size, which DALI needs to allocate memory",
+        ),
+        (loader.batches == 0, "the loader has no batches: drop_last, and fewer samples than one batch"),
+        (loader.stateful, f"{kind} keeps a position of its own, which DALI's look-ahead would shift"),
+        (loader.sampler_hazards, f"DALI reads the sampler ahead of training: {'; '.join(loader.sampler_hazards)}"),
+        (loader.own_iterator, f"{kind} makes its own iterators"),
+        (before_transfer, "on_before_batch_transfer expects batches that are not on the device yet"),
+    )
+    for is_in_the_way, reason in obstacles:
+        if is_in_the_way:
+            raise NotApplicable(reason)
+    assert isinstance(images, ImageFacts)
+    return images

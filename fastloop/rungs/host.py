@@ -32,7 +32,7 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="compute",
     does="graphs replay the step's kernels without launching each, and garbage collection runs only at chosen steps",
-    evidence={"replayed_steps": 0, "hooks_left_out": 0, "gc_passes": 0},
+    evidence={"replayed_steps": 0, "flat_batches": 0, "gc_passes": 0},
     answers={"launch_bound": 4},
     applies=on_gpu,
     patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
@@ -89,9 +89,9 @@ class Host:
             told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
         if replays and (why := evidence.get("graph_refused")):
             told.append(f"none from there on: {why}")
-        left_out = {name: evidence.get(name, 0) for name in ("hooks_left_out", "moves_left_out", "gc_passes")}
+        left_out = {name: evidence.get(name, 0) for name in ("flat_batches", "moves_left_out", "gc_passes")}
         words = {
-            "hooks_left_out": "{} empty hooks a batch left out",
+            "flat_batches": "{} batches took the short way through Lightning's loop",
             "moves_left_out": "{} moves of logged values left out",
             "gc_passes": "{} garbage collections at chosen steps",
         }

@@ -22,6 +22,9 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Parity, Verdict
 from fastloop.records.readings import on_gpu
 
+AHEAD = 2
+"""What `depth: auto` is."""
+
 CARD = Card(
     family="feed",
     does="prefetch copies the next batches while the step runs",
@@ -30,7 +33,7 @@ CARD = Card(
     follows={"data_wait": 2},
     applies=on_gpu,
     tunes=Tunable(field="depth", values=lambda _space: (1, 2, 4), by_trial=True),
-    batches_ready=lambda settings, _workers: 0 if settings is None else read_int(settings, "depth", 2),
+    batches_ready=lambda settings, _workers: 0 if settings is None else read_int(settings, "depth", AHEAD),
     plan_shows_refusal=True,
     loads_elsewhere=True,
 )
@@ -42,7 +45,7 @@ class Prefetch:
     """Batches ahead of the step, already on the device. Train loaders only."""
 
     enabled: bool = False
-    depth: int = 2
+    depth: int | Literal["auto"] = AHEAD
     """Batches kept on the device ahead of the one in use."""
     uint8: bool | Literal["auto"] = "auto"
     """Pictures travel as bytes, and ToTensor and Normalize are done on the device, with the same bits as a result;
@@ -72,7 +75,7 @@ class Prefetch:
                 " from the CPU generator too gets other numbers"
             )
         parity: Parity = "approximate" if notes else "exact"
-        wants: dict[str, Any] = {"feed.depth": self.depth}
+        wants: dict[str, Any] = {"feed.depth": AHEAD if self.depth == "auto" else self.depth}
         if self.uint8 is not False and (left := self._leave_to_device(facts, facts.loader, notes)):
             from fastloop.feeds.images.byte_batches import AsBytes
 

@@ -20,12 +20,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_value_with_the_place_it_came_from(here: Path) -> None:
     (here / "mine.yaml").write_text("base: cifar10\nrun:\n  max_steps: 7\n  seed: ${run.devices}\n")
     (here / "more.yaml").write_text("rungs:\n  amp: {enabled: true}\n")
-    answer = config.show_config("mine.yaml", more=["more.yaml"], overrides=["rungs.workers.count=3,trainer.x=[1,2]"])
+    answer = config.show_config(
+        "mine.yaml", more=["more.yaml"], overrides=["rungs.workers.count=3,trainer.benchmark=true"]
+    )
     lines = {line.split("  #")[0].rstrip(): line.split("  # ")[1] for line in answer.text.splitlines()}
     assert lines["run.max_steps: 7"] == "mine.yaml:3" and lines["run.seed: 1"] == "mine.yaml:4"
     assert lines["recipe.size: 'default'"].startswith("recipes/cifar10.yaml:")
     assert lines["rungs.amp.enabled: true"] == "more.yaml:2" and lines["rungs.amp.mode: 'bf16-mixed'"] == "default"
-    assert lines["rungs.workers.count: 3"] == lines["trainer.x: [1, 2]"] == "command line"
+    assert lines["rungs.workers.count: 3"] == lines["trainer.benchmark: true"] == "command line"
     assert answer.json is not None and answer.json["schema"] == 1
     assert {"key": "run.max_steps", "value": 7, "origin": "mine.yaml:3"} in answer.json["values"]
     assert len(answer.json["values"]) == len(lines)

@@ -89,15 +89,15 @@ def test_an_option_that_is_an_override() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("9m30s", 570), ("1h30m", 5400), ("1h5s", 3605)],
+    [("90s", 90), ("20m", 1200), ("1.5h", 5400), ("9m30s", 570), ("1h30m", 5400), ("1h5s", 3605)],
 )
 def test_times(text: str, expected: float) -> None:
     assert console.parse_seconds(text, "--budget") == expected
 
 
-@pytest.mark.parametrize("text", ["", "0m", "20 minutes", "-3s", "m", "1e3", "2h30", "30s9m"])
+@pytest.mark.parametrize("text", ["", "9", "0m", "20 minutes", "-3s", "m", "1e3", "2h30", "30s9m"])
 def test_invalid_durations(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--budget[\s\S]*not a valid duration"):
+    with pytest.raises(ConfigError, match=r"--budget[\s\S]*not a number with h, m or s"):
         console.parse_seconds(text, "--budget")
 
 

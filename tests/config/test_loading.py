@@ -260,7 +260,7 @@ def test_refusals_name_file_line_and_key(read: Read, text: str, got: str, why: s
         ("run.sede=1", "run.sede (command line)", "write seed"),
         ("run.seed=08", "run.seed: '08' (command line)", "write 8"),
         ("run.seed=", "'run.seed=' (command line)", "write run.seed=null to mean nothing"),
-        ("run=5", "run: 5 (command line)", "write run: {max_steps: …}, or delete the line"),
+        ("run=5", "run: 5 (command line)", "write run.max_steps=…"),
         ("rungs.workers.count=0", "rungs.workers.count=0 (command line)", "write 1 or more"),
         (
             "run.seed=${oc.env:HOME}",

@@ -188,6 +188,12 @@ TOP = ("a configuration must be a mapping", "write keys with values, such as run
             OPEN,
         ),
         ("a: 1\nb: \x01\n", "my.yaml:2", "it holds the character U+0001", "delete it"),
+        (
+            "run: {seed: ${run.max_steps}}\n",
+            "my.yaml:1",
+            "it is not YAML: expected ',' or '}', but got '{'",
+            'quote what begins with ${: "${run.seed}"',
+        ),
         # what the parser quotes may be part of a secret
         ("password: *hunter2\n", "my.yaml:1", "it is not YAML: found undefined alias '…'", OPEN),
         ("token: !hunter2\n", "token (my.yaml:1): a value with a tag (!…)", *TAG),
@@ -205,6 +211,11 @@ def test_an_alias_bomb_is_refused_before_it_grows(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
     assert error.got == "a3 (my.yaml:4)"
     assert error.why == f"with its aliases expanded, the file holds over {MAX_NODES} values"
+
+
+def test_too_long_a_list_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=f"over {MAX_NODES} values"):
+        parse_scalar(f"[{'1,' * MAX_NODES}1]")
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -176,6 +176,22 @@ def test_image_files_name_the_feed_that_helps(
     assert finding.patch == (patch and {"rungs": {patch: {"enabled": True}}})
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "workers", "first"), [(9, 0, "dali"), (10, 0, "cache"), (10, 7, "dali"), (None, 0, "dali")]
+)
+def test_the_cache_comes_first_where_little_but_decoding_is_to_be_done(
+    micro_batch: int | None, workers: int, first: str
+) -> None:
+    """Of 60 ms for a batch, 41 or 37 go into decoding; how long a worker takes for one is not seen."""
+    loader = {**DECODES, "num_workers": workers}
+    seen = Measurement(
+        step_ms={"mean": 66.0}, parts_ms={"data_wait": 60.0}, evidence={"loader": loader}, micro_batch=micro_batch
+    )
+    (finding,) = findings(seen)
+    other = "cache" if first == "dali" else "dali"
+    assert finding.patch == {"rungs": {first: {"enabled": True}}} and f"{first} or {other}" in finding.why
+
+
 @pytest.mark.parametrize("wait", [5.0, 20.0, 50.0, 90.0, 99.0])
 def test_the_estimate_is_the_step_without_the_wait(wait: float) -> None:
     finding = only(MAP, wait=wait)

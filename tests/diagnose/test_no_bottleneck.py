@@ -53,6 +53,13 @@ def test_what_was_not_measured_is_said() -> None:
     assert "25.0 % of the step is unexplained" in finding.why
 
 
+def test_what_waited_for_a_cpu_is_not_nothing_to_gain() -> None:
+    crowd = {"cpu": {"crowded": True}}
+    (finding,) = findings(on_cpu(evidence=crowd))
+    assert finding.title == "CPU OVERSUBSCRIBED" and finding.why.startswith("the CPUs were oversubscribed (run it")
+    assert findings(scene(**{**SMALL, "device": "cuda"}, evidence=crowd))[0].title != "CPU OVERSUBSCRIBED"
+
+
 def test_a_share_that_is_small_in_milliseconds_is_called_so() -> None:
     (finding,) = findings(scene(2.0, device="cpu", data_wait=0.2))
     assert finding.bottleneck == "none"

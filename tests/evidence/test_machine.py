@@ -135,6 +135,14 @@ def test_memory_nobody_knows_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
         # what the group holds in file caches can be had back; what it holds in shared memory cannot
         ({f"{CGROUP}/memory.max": "9000", f"{CGROUP}/memory.stat": "anon 2000\nfile 5000\nshmem 1500"}, 5500),
         ({f"{CGROUP}/memory/memory.limit_in_bytes": "9000"}, None),
+        # version 1 has both: of the group alone, and with those below it
+        (
+            {
+                f"{CGROUP}/memory.limit_in_bytes": "9000",
+                f"{CGROUP}/memory.stat": "rss 1000\nshmem 1500\ntotal_rss 2000\ntotal_shmem 1500",
+            },
+            5500,
+        ),
         (
             {
                 "proc/self/cgroup": "4:memory:/job",

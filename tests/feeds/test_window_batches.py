@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
 
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.lazy_loader import clone
-from fastloop.feeds.window_batches import WindowDataset, collate_window
+from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 
 
 class Numbers(Dataset):
@@ -128,3 +127,48 @@ def test_the_stand_in_is_the_dataset_for_whoever_looks_at_it() -> None:
         },
     )
     assert [batch[:, 1].unique().tolist() for batch in merged] == [[7]]
+
+
+# -- the sampler --
+
+
+def batches(samples: int = 20, size: int = 8) -> BatchSampler:
+    return BatchSampler(SequentialSampler(range(samples)), size, drop_last=False)
+
+
+def test_windows_hold_the_same_indices_in_the_same_order() -> None:
+    sampler = WindowSampler(batches(), 2)
+    assert list(sampler) == [[*range(16)], [*range(16, 20)]] and len(sampler) == 2
+    assert list(sampler.sizes) == [(8, 8), (4,)]
+    again = pickle.loads(pickle.dumps(list(sampler)))  # as they travel to a worker
+    assert [joined.sizes for joined in again] == [(8, 8), (4,)]
+
+
+def test_sizes_belong_to_the_epoch_that_is_drawn() -> None:
+    sampler = WindowSampler(batches(), 2)
+    first = iter(sampler)
+    next(first)
+    assert list(sampler) and list(sampler.sizes) == [(8, 8), (4,)]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 3), (1, 1), (2, 1), (3, 2), (5, 3), (99, 3)])
+def test_limit_counts_the_loaders_own_batches(limit: int | None, expected: int) -> None:
+    sampler = WindowSampler(batches(40), 2, limit)
+    assert len(sampler) == len(list(sampler)) == expected
+    assert sum(len(window) for window in sampler) == min(40, 8 * (99 if limit is None else limit))
+
+
+def test_reads_go_to_the_users_sampler() -> None:
+    inner = batches()
+    sampler = WindowSampler(inner, 2)
+    assert sampler.sampler is inner.sampler and sampler.batch_size == 8 and not hasattr(sampler, "set_epoch")
+
+
+def test_a_resumed_epoch_begins_with_what_is_left_of_a_window() -> None:
+    """Behind two of eight batches, in windows of three: one batch, then whole windows; the epoch after it is whole."""
+    left, whole = [[number] for number in range(2, 8)], [[number] for number in range(8)]
+    windows = WindowSampler(left, 3, 8)
+    windows.limit_once, windows.first_once = 6, 1
+    assert list(windows) == [[2], [3, 4, 5], [6, 7]]
+    windows.inner = whole
+    assert list(windows) == [[0, 1, 2], [3, 4, 5], [6, 7]]

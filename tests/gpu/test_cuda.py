@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Skipped without one; run it with ``pytest tests/gpu``."""
+"""What only a CUDA device can show. Run ``pytest tests/gpu -n 3 -m "not alone"``, then ``pytest tests/gpu -m alone``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastloop import FastLoop
 from tests.models import Regression, distance, loader, weights
 from tests.models import trainer as quiet_trainer
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 
 
 def trainer(loop: FastLoop | None = None, **settings: Any) -> L.Trainer:
@@ -94,6 +94,7 @@ def test_strategy_by_name_trains_on_the_gpu() -> None:
     assert loop.measurement is not None and loop.measurement.device == "cuda"
 
 
+@pytest.mark.slow
 def test_every_rung_takes_on_a_conv_net() -> None:
     names = ("workers", "pin", "prefetch", "amp", "layout", "fused", "compile")
     loop = watching({**{name: {} for name in names}, "workers": {"count": 2}})
@@ -253,6 +254,7 @@ class Slow(Dataset[torch.Tensor]):
         return torch.zeros(1)
 
 
+@pytest.mark.alone
 def test_a_loader_faster_than_the_device_is_no_wait() -> None:
     loop = watching(warmup=10)
     fit(Busy(40), DataLoader(Slow(0.030), batch_size=1), loop, max_epochs=1)
@@ -262,6 +264,7 @@ def test_a_loader_faster_than_the_device_is_no_wait() -> None:
     assert [finding.bottleneck for finding in loop.findings] == ["none"]
 
 
+@pytest.mark.alone
 def test_a_loader_slower_than_the_device_is_the_difference() -> None:
     loop = watching(warmup=10)
     fit(Busy(40), DataLoader(Slow(0.060), batch_size=1), loop, max_epochs=1)

@@ -17,7 +17,7 @@ from tests.rungs.fits import fit, verdict
 from tests.rungs.test_attention import Attends
 from tests.rungs.test_loss import Words
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 FUSED = ("flash", "cudnn", "sdpa")
 
 

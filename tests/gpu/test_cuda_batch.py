@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.runs import Net, run
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(150),
+    pytest.mark.alone,
+]
 GIB = 2**30
 
 

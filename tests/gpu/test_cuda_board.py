@@ -15,7 +15,11 @@ from fastloop.evidence.gpu.measured_rates import measure, read_cached
 from fastloop.evidence.gpu.nvml import Gpu, Unreadable, find_uuid
 from fastloop.evidence.gpu.sampler import Board, BoardSeen
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(150),
+    pytest.mark.alone,
+]
 
 
 @pytest.fixture
@@ -159,17 +163,15 @@ def test_counters_are_opened_and_closed_many_times(gpu: Gpu) -> None:
     gpu.close()
 
 
-def test_rates_are_near_the_datasheet_quick_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_near_the_datasheet_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", 0)
     torch.mm(*(torch.ones(64, 64, device=device, dtype=torch.bfloat16) for _ in range(2)))
     random = torch.cuda.get_rng_state(device)
     torch.cuda.reset_peak_memory_stats()
-    begun = time.monotonic()
     found = measure(device)
-    took = time.monotonic() - begun
-    print(found, f"{took:.2f} s, {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    assert took < 4 and torch.cuda.max_memory_allocated() < 1.5 * 2**30
+    print(found, f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    assert torch.cuda.max_memory_allocated() < 1.5 * 2**30
     assert torch.equal(torch.cuda.get_rng_state(device), random), "the device's random stream moved"
     name = torch.cuda.get_device_name(device)
     assert read_cached(find_uuid(device), name) == found

@@ -14,7 +14,7 @@ from fastloop.experiments.trials.trial import Job, run_trial
 from tests.bridge.trials.test_ceilings import Net, fit, loaded
 from tests.trainings import SLOW
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
 GPU: dict[str, Any] = {"accelerator": "gpu", "max_steps": 40, "max_epochs": -1}
 
 
@@ -49,6 +49,7 @@ def test_replayed_batches_go_through_the_feed() -> None:
     assert fed["batches"] >= 40 and fed["copied_bytes"] > 0 and data.read == 64
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rungs", [{}, {"prefetch": {}}], ids=["plain", "prefetch"])
 def test_resident_batches_are_there_already(rungs: Any) -> None:
     module, loop = fit(loaded()[1], Arrives(), on_device=True, rungs=rungs, **GPU)
@@ -58,6 +59,7 @@ def test_resident_batches_are_there_already(rungs: Any) -> None:
     assert (loop.measurement.parts_ms["h2d"] or 0) < 0.3
 
 
+@pytest.mark.slow
 def test_rates_and_work_are_answered(tmp_path: Path) -> None:
     job = Job(conf=str(SLOW), overrides=("run.accelerator=gpu",))
     rates = run_trial("rates", replace(job, variation="rates"), tmp_path / "rates")
@@ -67,6 +69,7 @@ def test_rates_and_work_are_answered(tmp_path: Path) -> None:
     assert work.ok and work.answer is not None and work.answer.per_sample == 608, work.tail
 
 
+@pytest.mark.slow
 def test_a_slow_loader_has_headroom(tmp_path: Path) -> None:
     answer = headspace(
         str(SLOW),

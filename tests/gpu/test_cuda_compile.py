@@ -19,7 +19,7 @@ from tests import models
 from tests.rungs import test_fused as fused
 from tests.rungs.fits import fit, seeded, verdict
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 GPU: dict[str, Any] = {"accelerator": "gpu"}
 
 
@@ -76,6 +76,7 @@ def test_clipping_under_mixed_precision_keeps_norm_and_synchronizations(mode: st
     assert models.distance(models.weights(plain), models.weights(ours)) < 5e-3
 
 
+@pytest.mark.slow
 def test_a_kernel_that_breaks_its_context_breaks_none_of_the_users() -> None:
     """The product of a GPT-2's last layer: more than 2^31 numbers, which some Triton kernels here write out of
     bounds."""
@@ -109,6 +110,7 @@ print(json.dumps({"s": time.perf_counter() - began, **counters["aot_autograd"], 
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_starts_warm(tmp_path: Path) -> None:
     def start() -> dict[str, Any]:
 

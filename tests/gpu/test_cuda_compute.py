@@ -14,7 +14,7 @@ from tests.rungs import test_fused as fused
 from tests.rungs import test_layout as layout
 from tests.rungs.fits import fit, seeded, verdict
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 GPU: dict[str, Any] = {"accelerator": "gpu"}
 
 

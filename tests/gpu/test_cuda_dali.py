@@ -14,7 +14,7 @@ from fastloop import FastLoop
 from tests.rungs.test_dali import Sees, load, pictures
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 ARMS = [("cpu", "cpu"), ("cpu", "device"), ("mixed", "device")]
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastloop.evidence.model.flops import FlopCount, Work, may_count
 from tests.evidence.model.test_flops import Attention, Blocks, trained
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 
 
 def test_the_backward_of_the_device_is_counted() -> None:

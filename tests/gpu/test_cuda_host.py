@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests import models
 from tests.rungs.fits import evidence, fit, seeded, verdict
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 GPU: dict[str, Any] = {"accelerator": "gpu"}
 GRAPH: dict[str, Any] = {"host": {"step_graph": True, "gc_every_steps": 10}}
 
@@ -123,6 +123,7 @@ def test_a_step_that_waits_goes_on_eagerly(planted: str) -> None:
     assert evidence(again, "host")["replayed_steps"] == 29 and len(other.losses) == 32
 
 
+@pytest.mark.slow
 def test_graphs_hold_compiled_mixed_channels_last_steps() -> None:
     rungs = {"amp": {}, "layout": {}, "fused": {}, "compile": {}, **GRAPH}
     watcher, ours, plain = both(rungs)

@@ -11,7 +11,11 @@ from fastloop.bridge.trials.loader_alone import measure
 from fastloop.experiments.trials.trial import Job
 from tests.trainings import SLOW
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(150),
+    pytest.mark.alone,
+]
 
 
 @pytest.mark.parametrize("rungs", [("prefetch", "pin", "workers"), ("pin", "workers"), ("prefetch",)], ids="+".join)

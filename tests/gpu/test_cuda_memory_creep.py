@@ -13,7 +13,7 @@ from fastloop import FastLoop
 from fastloop.records.measurement import Measurement
 from tests.models import trainer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 STEPS = 300
 
 

@@ -13,7 +13,7 @@ from fastloop.records.store import decode
 from fastloop.records.trial import GradientAnswer
 from tests import twins
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 
 ON_GPU = {"accelerator": "gpu", "devices": 1}
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastloop.feeds.device_store.engine import make_engine
-from fastloop.feeds.device_store.resizing import resize_parts
 from fastloop.feeds.images.byte_batches import AsBytes
 from tests.feeds.device_store.test_engine import TRANSFORMS
+from tests.feeds.device_store.test_kernels import look_up, resize
 from tests.feeds.device_store.test_wanted import ON_DEVICE
 from tests.pictures import Classifier, draw_folder
 from tests.runs import run
@@ -22,7 +22,7 @@ pytest.importorskip("torchvision")
 from torchvision import datasets
 from torchvision.transforms import transforms as v1
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 
 
 @pytest.mark.parametrize("name", list(TRANSFORMS))
@@ -41,7 +41,7 @@ def test_a_store_makes_the_plain_loaders_batches(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("size", [(224, 224), (1, 300), (97, 31)])
-def test_kernels_make_the_bits_of_tensor_operations(size: tuple[int, int]) -> None:
+def test_kernels_make_the_bits_of_pillow(size: tuple[int, int]) -> None:
     """Pictures of noise, as large as photographs and as small as a pixel; whole, and parts of them."""
     kernels = pytest.importorskip("fastloop.feeds.device_store.kernels")
     generator = np.random.default_rng(0)
@@ -53,9 +53,12 @@ def test_kernels_make_the_bits_of_tensor_operations(size: tuple[int, int]) -> No
     told = (starts, *shapes.T, np.concatenate([generator.integers(0, shapes - sides + 1), sides], axis=1))
     mirrored = generator.random(len(shapes)) < 0.5
     table = torch.randn(3, 256)
-    images = resize_parts(pixels, *told, size)
-    images = torch.where(torch.from_numpy(mirrored).view(-1, 1, 1, 1), images.flip(3), images)
-    expected = torch.stack([table[channel][images[:, channel].long()] for channel in range(3)], dim=1)
+    pictures = [
+        pixels[start : start + 3 * height * width].view(3, height, width).numpy()
+        for start, (height, width) in zip(starts, shapes, strict=True)
+    ]
+    images = (resize(*each, size) for each in zip(pictures, told[-1], mirrored, strict=True))
+    expected = [look_up(table, image) for image in images]
     ours = kernels.resize_parts(pixels.cuda(), *told, mirrored, size, table.cuda()).cpu()
     assert [n for n, (a, b) in enumerate(zip(expected, ours, strict=True)) if not torch.equal(a, b)] == []
 

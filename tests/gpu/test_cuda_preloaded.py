@@ -14,7 +14,7 @@ from fastloop.experiments.trials import preloaded
 from fastloop.experiments.trials.supervise import last_lines, supervise
 from fastloop.experiments.trials.trial import environment
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 USES = """
 import time
 first = time.time()
@@ -31,6 +31,7 @@ print(json.dumps({"first": first, "bad": bad, "total": total, "loaded": loaded, 
 """
 
 
+@pytest.mark.slow
 def test_the_device_answers_alike_either_way(tmp_path: Path) -> None:
     script = tmp_path / "uses.py"
     script.write_text(USES)

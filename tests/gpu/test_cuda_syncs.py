@@ -15,7 +15,7 @@ from fastloop.evidence.sync import table
 from fastloop.evidence.sync.cuda_warnings import SyncMarks
 from fastloop.evidence.sync.hunt import LogSites, SyncHunt
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 DEVICE = torch.device("cuda", 0)
 CYCLES = 100_000_000
 """About 50 ms of an idle kernel."""
@@ -55,6 +55,7 @@ def sleep_ms() -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+@pytest.mark.alone
 def test_waits_are_named_with_the_time_the_host_stood_still() -> None:
     x = torch.randn(1000, device=DEVICE)
 
@@ -168,6 +169,7 @@ def test_a_plain_step_names_nothing_and_the_backward_is_hunted_too() -> None:
     assert rows[0]["per_step"] == 1 and rows[0]["ms_per_step"] >= 0
 
 
+@pytest.mark.alone
 def test_explicit_waits_are_timed_and_everything_is_put_back() -> None:
     names = torch.cuda.synchronize, torch.cuda.Event.synchronize
     shown, filters = warnings.showwarning, list(warnings.filters)

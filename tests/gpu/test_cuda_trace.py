@@ -12,10 +12,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.planted import cycles_per_ms
-from fastloop.evidence.trace import kernel_account
+from benchmarks.trace_parts import read_parts
 from fastloop.evidence.trace.recording import NAME, TraceWindow
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(150),
+    pytest.mark.alone,
+]
 
 DEVICE = torch.device("cuda")
 Step = Callable[[TraceWindow], None]
@@ -187,7 +191,7 @@ def test_parts_as_chained_events_read_them(tmp_path: Path, square: torch.Tensor)
 
     traced(step, tmp_path)
     torch.cuda.synchronize()
-    found = kernel_account.parts(tmp_path / NAME, steps=5)
+    found = read_parts(tmp_path / NAME, steps=5)
     slack = max(0.02 * found["step_ms"], 0.3)
     for number, phase in enumerate(("data_wait", "forward", "backward", "optimizer")):
         events_ms = sum(events[number].elapsed_time(events[number + 1]) for events in marks[-5:]) / 5

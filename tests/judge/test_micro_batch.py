@@ -9,8 +9,7 @@ from fastloop.judge.micro_batch import choose_size, is_hopeless, list_sizes, pre
 
 def test_sizes_divide_the_step() -> None:
     assert list_sizes(8, 1) == [1, 2, 4, 8]
-    assert list_sizes(6, 4, least=2) == [2, 3, 6, 12, 24]
-    assert list_sizes(64, 6, whole=True) == [64, 128, 192, 384]
+    assert list_sizes(6, 4) == [1, 2, 3, 6, 12, 24]
 
 
 def test_memory_is_a_line_through_the_largest_that_ran() -> None:

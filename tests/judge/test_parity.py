@@ -198,6 +198,19 @@ def test_a_wide_interval_tells_nothing() -> None:
     assert gate.passed is None and "too few runs" in gate.why and "testable" not in gate.detail
 
 
+def test_augmentations_drawn_anew_move_the_loss_as_seeds_do() -> None:
+    """The interval of few runs excludes 0 by chance, and no number of runs that anybody waits for would tell."""
+    base, arm = curves(3, spread=0.1), curves(3, spread=0.1, noise=0.2, seed=5)
+    assert loss_gate(base, arm).detail == {}, "only there: elsewhere more runs are asked for"
+    gate = loss_gate(base, arm, redrawn=True)
+    assert gate.passed is None and gate.detail["testable"] is False and "random augmentations" in gate.why
+    assert loss_gate(base, curves(3, spread=0.1, seed=1), redrawn=True).passed, "where it can be told, it is"
+    assert loss_gate(base, curves(3, 9.0, spread=0.1, noise=0.2), redrawn=True).passed is False
+    unlucky = [[loss + gap for loss in run] for run, gap in zip(base, (0.2, 0.25, 0.3), strict=True)]
+    assert loss_gate(base, unlucky).passed is False and loss_gate(base, unlucky, redrawn=True).passed is None
+    assert loss_gate(base, unlucky, redrawn=True).detail == {}, "a gap that may well be there is not waved through"
+
+
 def test_seeds_that_spread_widen_the_band() -> None:
     assert loss_gate(curves(5), curves(5, 0.02)).passed is False
     gate = loss_gate(curves(5, spread=0.2), curves(5, 0.02, spread=0.2))

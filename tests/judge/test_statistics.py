@@ -24,7 +24,6 @@ from fastloop.judge.statistics import (
     mean_gap_interval,
     most_rounds,
     order,
-    p_value,
     screen,
 )
 
@@ -120,7 +119,7 @@ def test_runs_and_places_belong_together(sides: tuple[list[float], list[int], li
 def test_equal_rates_are_not_told_apart_by_rounding() -> None:
     rate = 123.456789
     found = effect([rate] * 5, [0, 3, 4, 7, 8], [rate * 3 / 3] * 5, [1, 2, 5, 6, 9])
-    assert found is not None and found.se > 0 and p_value(found) > 0.5
+    assert found is not None and found.se > 0 and abs(found.log_ratio) < found.se
     low, high = interval(found)
     assert low < 1 < high < 1 + 1e-6
 
@@ -133,13 +132,6 @@ def test_the_interval_is_students() -> None:
     assert interval(EFFECT) == pytest.approx((math.exp(0.05 - 2.3646 * 0.02), math.exp(0.05 + 2.3646 * 0.02)), rel=1e-5)
     wide = interval(Effect(log_ratio=0.0, se=0.02, dof=3, sd=0.03), 0.0125)
     assert wide == pytest.approx((math.exp(-5.3919 * 0.02), math.exp(5.3919 * 0.02)), rel=1e-5)
-
-
-def test_interval_and_p_value_agree() -> None:
-    alpha = p_value(EFFECT)
-    assert alpha == pytest.approx(0.0409, abs=1e-3)
-    assert interval(EFFECT, alpha)[0] == pytest.approx(1.0)
-    assert p_value(Effect(log_ratio=-0.05, se=0.02, dof=7, sd=0.03)) == pytest.approx(alpha), "two-sided"
 
 
 def test_an_interval_that_says_nothing_is_still_a_pair_of_numbers() -> None:
@@ -200,11 +192,10 @@ def test_the_pool_lends_its_degrees_of_freedom() -> None:
     assert Pool(squares=before.squares, dof=before.dof) == before, "two numbers bring it back"
 
 
-def test_pairs_and_repeats_measure_one_spread() -> None:
+def test_pairs_measure_the_spread_of_single_runs() -> None:
     dice = random.Random(0)
     pairs = [(math.exp(dice.gauss(5, 0.02)), math.exp(dice.gauss(5, 0.02))) for _ in range(4000)]
     assert Pool().plus(pairs).sd == pytest.approx(0.02, rel=0.05)
-    assert Pool().plus_runs([base for base, _ in pairs]).sd == pytest.approx(0.02, rel=0.05)
 
 
 def test_a_single_pair_says_nothing_by_itself() -> None:

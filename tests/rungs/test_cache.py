@@ -123,6 +123,7 @@ def test_plan_refuses(given: Facts, settings: dict[str, Any], reason: str) -> No
     ("settings", "key"),
     [
         ({"size_gb": 0}, "cache.size_gb"),
+        ({"size_gb": -0.5}, "cache.size_gb"),
         ({"store": "redis"}, "cache.url"),
         ({"store": "redis", "url": "redis://:secret@host/0"}, "cache.url"),
     ],

@@ -42,6 +42,7 @@ def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
 def test_plan() -> None:
     change = Prefetch(enabled=True, depth=3).plan(facts({}))
     assert change.wants == {"feed.depth": 3} and change.parity == "exact" and change.notes == ()
+    assert Prefetch(enabled=True, depth="auto").plan(facts({})).wants == {"feed.depth": 2}
     assert Prefetch(enabled=True).plan(facts()).waits_for == "the train loader"
     assert Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",), "num_workers": 2})).parity == "exact"
     noisy = Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",)}))

@@ -15,6 +15,7 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.changes import Changes, describe
 from fastloop.bridge.apply.graphed_steps import GraphedSteps
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.search import SizeSearch
@@ -25,7 +26,7 @@ from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
-from fastloop.errors import ConfigError, FastLoopError, let_through
+from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.place.kept_order import Place
@@ -64,27 +65,17 @@ class Applier:
         one_time: OneTime | None = None,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
-        self.refused, self.one_time = {} if refused is None else refused, one_time or OneTime()
+        self.one_time = one_time or OneTime()
+        self._live = LivePlan(ladder, strict=strict, refused={} if refused is None else refused)
         self.tries: Tries | None = None
-        self._held: frozenset[str] = frozenset()
-        """Planned rungs whose actions wait for the rehearsal."""
-        self._spared: set[str] = set()
-        """Rungs that were left out and are no error under ``strict``: they could apply, and are not worth it here."""
         self.scaler_state: Mapping[str, Any] | None = None
         """Of mixed precision, in the checkpoint that is resumed."""
         self.place = PlaceKeeper(warn=warn, say=say)
-        self.plan = Plan()
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
         self.graphs: GraphedSteps | None = None
         self.validation: ValidationLoaders | None = None
         self._site: LiveSite | None = None
-        self._loader_rungs: frozenset[str] = frozenset()
-        """Enabled rungs whose plan waits for the train loader."""
-        self._given_up: frozenset[str] = frozenset()
-        """Rungs that were planned for a train loader and cannot apply."""
-        self._may_want = Plan()
-        """What they may want then."""
         self._changes = Changes(warn)
 
     # -- the moments, in the order in which Lightning reaches them ------------------------------------------------
@@ -102,29 +93,28 @@ class Applier:
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
+        rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
             # Other stages get what changes results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
-        elif self.terms is not None:
-            self._held = frozenset(step.rung for step in planned.planned if step.change.rehearse is not None)
-        self.plan = planned
-        for step in planned.planned:
-            if (why := self.refused.get(step.rung)) is not None and step.rung not in self._held:
-                self._skip(step, why, is_refusal=False)
-        self._may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
-        self._loader_rungs = frozenset(step.rung for step in self._may_want.steps)
-        if (rung := self._may_want.owner(ENGINE)) is not None:
+        self._live.begin(
+            planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
+        )
+        if (rung := self._live.may_want.owner(ENGINE)) is not None:
             hands = {"say": self.say, "warn": self.warn}
             self.validation = ValidationLoaders(self._site, rung, getattr(self.ladder, rung), **hands)
             self._changes.add(rung, Applied(undo=self.validation.give_back, probe=self.validation.evidence))
-        self._check_strict()
+        self._live.check_strict()
         self._run("model")
+
+    @property
+    def plan(self) -> Plan:
+        """What each enabled rung does, and why others do nothing."""
+        return self._live.plan
 
     def skip_all(self, reason: str) -> None:
         """No rung applies, for one reason."""
-        enabled = self.ladder.enabled()
-        self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
-        self._check_strict()
+        self._live.skip_all(reason)
 
     def before_wrap(self) -> None:
         """DDP is about to wrap the model: its settings are still keywords."""
@@ -139,9 +129,9 @@ class Applier:
         site = self._site
         if site is not None and self.validation is not None and site.trainer.state.stage in _VALIDATES:
             return self.validation.change(loader)
-        if site is None or not self._loader_rungs or site.trainer.state.stage != "train":
+        if site is None or not self._live.loader_rungs or site.trainer.state.stage != "train":
             return loader
-        before = self.plan, self.loaders, self.micro, len(self._changes)
+        before = self._live.plan, self.loaders, self.micro, len(self._changes)
         try:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
@@ -156,13 +146,13 @@ class Applier:
         except Exception as error:
             let_through(error)
             reason = describe(error)
-        self.plan, self.loaders, self.micro, undos = before
+        self._live.plan, self.loaders, self.micro, undos = before
         self._changes.undo_down_to(undos)
         if self.loaders is None or self.strict:
-            names, self._loader_rungs = self._loader_rungs, frozenset()
+            names, self._live.loader_rungs = self._live.loader_rungs, frozenset()
             for step in self.plan.steps:
                 if step.rung in names:
-                    self._skip(step, reason)
+                    self._live.skip(step, reason)
         return loader
 
     def train_start(self) -> None:
@@ -172,10 +162,10 @@ class Applier:
             self.validation.give_back()  # the rung does not apply to this training
         if self.loaders is not None:
             self.loaders.train_start()
-        if self._held and self.terms is not None and self._site is not None:
+        if self._live.held and self.terms is not None and self._site is not None:
             terms = self.terms.of_run(self._site.trainer)
             self.tries = Tries(
-                Rehearsal(self._site, self._held_steps, terms, self._hands),
+                Rehearsal(self._site, self._live.held_steps, terms, self._hands),
                 pause=self._pause_step,
                 settle=self._settle,
                 one_time=self.one_time,
@@ -190,7 +180,7 @@ class Applier:
     @property
     def held(self) -> list[str]:
         """Rungs that wait for the rehearsal."""
-        return sorted(self._held)
+        return sorted(self._live.held)
 
     def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained as the user wrote it."""
@@ -259,7 +249,7 @@ class Applier:
     def evidence(self) -> Mapping[str, Mapping[str, Any]]:
         """Ask every probe now; later answers are added to earlier ones."""
         probes = [] if self.loaders is None else self.loaders.list_probes()
-        owned = ((self._find_owner(key), probe) for key, probe in probes)
+        owned = ((self._live.find_owner(key), probe) for key, probe in probes)
         found = self._changes.read((rung, probe) for rung, probe in owned if rung is not None)
         return {**found, IN_STEPS: self.tries.seen} if self.tries is not None and self.tries.seen else found
 
@@ -284,15 +274,7 @@ class Applier:
         """Training is over: what has not been tried by now never was on."""
         if self.tries is not None:
             self.tries.end()
-        never = "training ended before it could be tried on the calls of the first step"
-        self.refused.update(dict.fromkeys(self._held, never))
-        self.plan = Plan(
-            steps=tuple(
-                dataclasses.replace(step, status="skipped", reason=never) if step.rung in self._held else step
-                for step in self.plan.steps
-            )
-        )
-        self._held = frozenset()
+        self._live.skip_held("training ended before it could be tried on the calls of the first step")
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -301,10 +283,10 @@ class Applier:
         start_method, original = self.ladder.start_method, loaders.find_original(loader)
         loader_facts = read_facts.loader_facts(original, start_method, others, ranks=site.facts.world_size)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
-        changed = self._plan_loader(facts)
+        changed = self._live.plan_loader(facts)
         if (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
             self._give_up("loader.engine", why)
-            changed = self._plan_loader(facts)
+            changed = self._live.plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             self.micro = MicroBatches(
@@ -323,13 +305,9 @@ class Applier:
         return result
 
     def _search(self, site: LiveSite, rung: str, changed: Plan) -> SizeSearch:
-        search = make_search(site, rung, changed.wants, held=self._held_steps, terms=self.terms, hands=self._hands)
+        search = make_search(site, rung, changed.wants, held=self._live.held_steps, terms=self.terms, hands=self._hands)
         search.warn = lambda line: self.warn(f"{rung}: {line}")
         return search
-
-    @property
-    def _held_steps(self) -> list[Step]:
-        return [step for step in self.plan.planned if step.rung in self._held]
 
     @property
     def _hands(self) -> Hands:
@@ -340,26 +318,20 @@ class Applier:
         """A setting that was planned for one train loader cannot apply to all of them, or is not worth it."""
         for step in self.plan.planned:
             if key in step.change.wants:
-                self._loader_rungs -= {step.rung}
-                self._given_up |= {step.rung}
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
-                self._skip(step, reason, is_refusal=is_refusal)
+                self._live.give_up(step, reason, is_refusal=is_refusal)
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
         actions = [(step, action) for step in self.plan.planned for action in step.change.actions]
         for step, action in actions:
-            if action.when == moment and step.rung not in self._held and self._is_planned(step):
+            if action.when == moment and step.rung not in self._live.held and self._live.is_planned(step):
                 try:
                     self._do(step, action)
                 except Exception as error:
                     let_through(error)
-                    self._skip(step, describe(error))
-
-    def _is_planned(self, step: Step) -> bool:
-        """Still: an earlier action of the rung may have found that it cannot apply."""
-        return any(other is step for other in self.plan.planned)
+                    self._live.skip(step, describe(error))
 
     def _do(self, step: Step, action: Action) -> None:
         if self._site is not None:
@@ -397,60 +369,17 @@ class Applier:
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         """Write what came of the rungs that were tried into the plan."""
-        self._held = frozenset()
+        self._live.held = frozenset()
         for outcome in outcomes:
             step = next(each for each in self.plan.planned if each.rung == outcome.rung)
             told = dataclasses.replace(
                 step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
             )
-            self.plan = Plan(steps=tuple(told if other is step else other for other in self.plan.steps))
+            self._live.replace(step, told)
             if outcome.fault is not None:
                 self._changes.evidence.pop(outcome.rung, None)
-                self.refused[outcome.rung] = outcome.fault
-                self._skip(told, outcome.fault, is_refusal=outcome.is_lasting)
-
-    def _skip(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
-        """Leave a rung out; what cannot apply, and is not merely not worth it, is an error under ``strict``."""
-        skipped = dataclasses.replace(step, status="skipped", reason=reason)
-        self.plan = Plan(steps=tuple(skipped if other is step else other for other in self.plan.steps))
-        if not is_refusal:
-            self._spared.add(step.rung)
-        self._check_strict()
-
-    def _plan_loader(self, facts: Facts) -> Plan:
-        """What a train loader gets. A rung counts as planned once it applies to one of them."""
-        off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
-        made = plan(dataclasses.replace(self.ladder, **off), facts)
-        steps = {step.rung: step for step in made.steps if step.rung in self._loader_rungs}
-        self.plan = Plan(
-            steps=tuple(old if old.status == "planned" else steps.get(old.rung, old) for old in self.plan.steps)
-        )
-        self._check_strict()
-        return Plan(steps=tuple(steps.values()))
-
-    def _check_strict(self) -> None:
-        if self.strict:
-            refuse_skipped(Plan(steps=tuple(step for step in self.plan.steps if step.rung not in self._spared)))
+                self._live.refused[outcome.rung] = outcome.fault
+                self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting)
 
     def _undo_setting(self, key: str, undo: Undo) -> None:
-        self._changes.add_undo(self._find_owner(key) or key, undo)
-
-    def _find_owner(self, key: str) -> str | None:
-        """The enabled rung that sets a setting, or had wanted to."""
-        return self._may_want.owner(key) or self.plan.owner(key)
-
-
-def refuse_skipped(plan: Plan) -> None:
-    """What ``strict: true`` means.
-
-    Raises:
-        ConfigError: a rung cannot apply.
-    """
-    for step in plan.steps:
-        if step.status == "skipped":
-            raise ConfigError(
-                key=f"rungs.{step.rung}",
-                got=f"rungs.{step.rung} under strict: true",
-                why=step.reason or "it cannot apply",
-                do=f"write rungs.{step.rung}.enabled: false, or strict: false",
-            )
+        self._changes.add_undo(self._live.find_owner(key) or key, undo)

@@ -16,10 +16,9 @@ from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
 from fastloop.feeds.place.kept_order import Place
-from fastloop.feeds.window_batches import WindowDataset, collate_window
+from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import CACHE_FILL

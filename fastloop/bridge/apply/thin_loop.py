@@ -24,19 +24,12 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.flat_loop import FlatLoop, HookCalls, explain_unknown
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1
 """Between two looks of a progress bar."""
 BARS = ("TQDMProgressBar", "RichProgressBar")
-BATCH_HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
 
 
 class ThinLoop:
@@ -44,11 +37,13 @@ class ThinLoop:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
-        self._loop, self._results, self._hooks = trainer.fit_loop.epoch_loop, 0, 0
+        self._loop, self._results = trainer.fit_loop.epoch_loop, 0
+        self._flat: FlatLoop | None = None
+        self._refused: str | None = None
         self._skipped: list[tuple[dict[str, Any], str, Any]] = []
         self._moves: list[_Moved] = []
         self._connector: Any = getattr(trainer, "_logger_connector", None)
-        self._skip_hooks()
+        self._flatten()
         self._read_signature_once()
         self._read_numbers_late()
         self._refresh_less()
@@ -64,9 +59,11 @@ class ThinLoop:
                     self._moves.append(_Moved(result))
                     self._set(result.__dict__, "to", self._moves[-1])
 
-    def evidence(self) -> dict[str, int]:
-        """Hooks that are not looked at, and moves of logged values that were none."""
-        return {"hooks_left_out": self._hooks, "moves_left_out": sum(move.left_out for move in self._moves)}
+    def evidence(self) -> dict[str, Any]:
+        """Batches that took the short way or why there is none, and moves of logged values that were none."""
+        moves = {"moves_left_out": sum(move.left_out for move in self._moves)}
+        batches = {"flat_batches": 0 if self._flat is None else self._flat.batches}
+        return {**moves, **batches, **({} if self._refused is None else {"loop_refused": self._refused})}
 
     def undo(self) -> None:
         """Lightning does it all again."""
@@ -77,20 +74,21 @@ class ThinLoop:
         if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
             self._connector._progress_bar_metrics = dict(late)
 
-    def _skip_hooks(self) -> None:
-        """Lightning skips a hook that is not callable. A profiler of the user's would tell of those that are.
-
-        Not the module's: users call or wrap them, and copies of the module would keep what stands there.
-        """
-        space = namespaces.of(self._trainer)
-        if not isinstance(self._trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
+    def _flatten(self) -> None:
+        trainer, module = self._trainer, self._module
+        self._refused = explain_unknown(trainer, module)
+        if self._refused is not None:
             return
-        base = namespaces.load(space, "callbacks.Callback")
-        for owner in self._trainer.callbacks:
-            for name in BATCH_HOOKS:
-                if name not in vars(owner) and getattr(type(owner), name, None) is getattr(base, name):
-                    self._set(vars(owner), name, None)
-                    self._hooks += 1
+        calls = HookCalls(trainer, module)
+        owners = self._loop, self._loop.automatic_optimization, trainer.precision_plugin
+        for each in calls.bind_to(*owners):
+            self._set(*each)
+        if trainer.world_size > 1:
+            self._refused = "several ranks ask each other at every batch whether to stop"
+            return
+        self._flat = FlatLoop(trainer, module, calls)
+        for each in self._flat.functions():
+            self._set(*each)
 
     def _read_signature_once(self) -> None:
         original = getattr(self._loop, "_build_kwargs", None)

@@ -90,7 +90,7 @@ class FastLoop(Callback):
         self.config, ignored = from_callback(config)
         self.strict = self.config.strict if strict is None else strict
         if ignored and not quiet:
-            rank_zero_info(f"fastloop: ignored in a callback, where you make the Trainer: {', '.join(ignored)}")
+            rank_zero_info(f"fastloop: ignored, because you make the Trainer yourself: {', '.join(ignored)}")
 
     @classmethod
     def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
 
 from fastloop.bridge.apply import read_facts
-from fastloop.bridge.apply.applier import refuse_skipped
+from fastloop.bridge.apply.live_plan import refuse_skipped
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.bridge.fit.training import make_trainer, nothing_to_train, quiet
 from fastloop.config.loading import Config

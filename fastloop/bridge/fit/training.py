@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,23 +51,26 @@ def _write_line(line: str) -> None:
 
 
 class ProgressLines(Callback):
-    """A line every few seconds, for logs and pipes, where a progress bar would be control codes."""
+    """A line every few seconds, later every minute, for logs and pipes, where a progress bar would be control codes."""
 
-    EVERY_S = 5.0
+    EVERY_S, AT_MOST_S = 5.0, 60.0
 
     def __init__(self) -> None:
-        self._since: tuple[float, int] | None = None
-        """Time and optimizer steps at the last line; the first batch begins it, which leaves out what it compiled."""
+        self._began_s = 0.0
+        self._lines: deque[tuple[float, int]] = deque(maxlen=6)
+        """Time and optimizer steps at the last lines; the first batch begins them: what it compiled is left out."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, done = time.monotonic(), trainer.global_step
-        if self._since is None:
-            self._since = now, done
-        spent_s, steps = now - self._since[0], done - self._since[1]
-        if spent_s < self.EVERY_S or steps <= 0 or not trainer.is_global_zero:
+        if not self._lines:
+            self._began_s = now
+            self._lines.append((now, done))
+        (first_s, first), (last_s, last) = self._lines[0], self._lines[-1]
+        pause_s = min(self.AT_MOST_S, max(self.EVERY_S, (now - self._began_s) / 10))
+        if now - last_s < pause_s or done <= last or not trainer.is_global_zero:
             return
-        self._since = now, done
-        left_s = spent_s / steps * (trainer.max_steps - done)
+        self._lines.append((now, done))
+        left_s = (now - first_s) / (done - first) * (trainer.max_steps - done)
         sys.stderr.write(f"step {done} of {trainer.max_steps}, about {left_s:.0f} s left\n")
         sys.stderr.flush()
 

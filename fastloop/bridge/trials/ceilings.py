@@ -1,12 +1,12 @@
-"""Trainings with one cost taken away, to see how fast the rest is. For disposable processes only: nothing is undone.
+"""Trainings with one cost removed, to see how fast the rest is. For disposable processes only: nothing is undone.
 
 ``replayed``     a few batches that were loaded before the first step, from host memory, again and again
 ``resident``     the same on the device: no loader and no copy
-``no_exchange``  as ``replayed``, and ranks keep their gradients to themselves: against ``replayed`` it is the exchange
-                 alone. Against the run as it is it would also be the wait for ranks whose data comes later
+``no_exchange``  as ``replayed``, without the gradient exchange. Compare it with ``replayed``: against the plain run it
+                 would also save the wait for ranks whose data comes later
 
-Loops, rungs, batch sizes and steps are those of the configuration; what is learned is worthless. Batches are taken from
-the loader as the rungs have it, so they are pinned, merged and fed ahead as in the training that they are a ceiling of.
+Loops, rungs, batch sizes and steps are those of the configuration; what is learned is worthless. Batches come from the
+loader as the rungs changed it, so they are pinned, merged and prefetched as in the real training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.staging import Staging
 from fastloop.bridge.fit import training
 from fastloop.bridge.fit.callback import FastLoop
-from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.no_checkpoints import OnlyInside
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import Config
@@ -86,7 +86,7 @@ def train(
 
 
 def take_away(trainer: Any, variation: str) -> None:
-    """Let a Trainer's next fit go without what this Ceiling is without; ``as_it_is`` changes nothing."""
+    """Remove the cost of this ceiling from a Trainer's next fit; ``as_it_is`` changes nothing."""
     if variation in ("replayed", "resident", "no_exchange"):
         replay(trainer, on_device=variation == "resident")
     if variation == "no_exchange":
@@ -113,7 +113,7 @@ class Replay(StandIn):
     """Stands in for a loader: as many batches an epoch as it has, but always the same few.
 
     Args:
-        inner: the loader that the batches came from; whatever else is asked of it is answered by it.
+        inner: the loader that the batches came from; it answers for all other attributes.
         given: what the Trainer was given, for a reload.
         each: called with the number of the batch before it is handed out.
     """
@@ -147,7 +147,7 @@ class NoExchange(Callback):
     """
 
     def __init__(self) -> None:
-        hear_only(self)
+        drop_other_hooks(self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         model = trainer.strategy.model

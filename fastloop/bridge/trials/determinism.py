@@ -1,4 +1,4 @@
-"""A training step that comes out the same twice: no dropout, kernels that add up in one order, the same random numbers.
+"""A training step that repeats bit for bit: no dropout, deterministic kernels, the same random numbers.
 
 For disposable processes, where nothing else trains meanwhile; all of it ends with the context, but for random streams.
 """
@@ -55,3 +55,10 @@ def seed_everything(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     numpy.random.seed(number)
+
+
+def shift_seeds(offset: int) -> None:
+    """Go on with other random numbers, which follow from the streams as they stand."""
+    torch.manual_seed(torch.initial_seed() + offset)
+    random.seed(random.getrandbits(32) + offset)
+    numpy.random.seed((int(numpy.random.randint(2**31)) + offset) % 2**32)

@@ -25,9 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import count_samples, tensors
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader, PassesOn, StandIn, clone
+from fastloop.feeds.window_batches import WindowSampler
 
 Source = Literal["sampler", "content"]
 _MARKS = 32
@@ -144,7 +144,7 @@ def _draws_ids(loader: Any) -> bool:
 def _own_order(sampler: Any) -> bool | None:
     """Whether nothing that draws random numbers elsewhere, like an augmentation, can change the order."""
     while isinstance(sampler, (WindowSampler, Bounded)):
-        sampler = sampler.batches if isinstance(sampler, WindowSampler) else sampler.inner
+        sampler = sampler.inner
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     if type(sampler) in _SHUFFLES:
@@ -156,7 +156,7 @@ def _length(of: Any) -> int | None:
     """Its length, or that without the limit of a Trainer; None where it has none."""
     try:
         if isinstance(of, WindowSampler):
-            return -(-len(of.batches) // of.window)  # type: ignore[arg-type]
+            return -(-len(of.inner) // of.window)
         return len(of)
     except Exception:
         return None

@@ -29,7 +29,7 @@ from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, gradient_state
 from fastloop.bridge.trials.gradient_state import RAISED, ROUNDING, STARTS, TWICE, Round
-from fastloop.bridge.trials.heartbeat import hear_only
+from fastloop.bridge.trials.heartbeat import drop_other_hooks
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
 from fastloop.evidence.model.dropout import switch_off_dropout
@@ -102,7 +102,7 @@ class GradientProbe(Callback):
         self._step = self._steps = 0
         self._clips: str | None = None
         self._ended = False
-        hear_only(self, "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+        drop_other_hooks(self, "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
     @classmethod
     def into(cls, trainer: Any, out: Path, reference: Path | None = None) -> GradientProbe:

@@ -1,4 +1,4 @@
-"""One and the same optimizer step, made several times from slightly different beginnings."""
+"""Rounds of one optimizer step from slightly different starts, and the file that holds their gradients."""
 
 from __future__ import annotations
 

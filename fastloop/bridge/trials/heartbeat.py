@@ -1,4 +1,4 @@
-"""The pulse of a training in a child process: the step each of its ranks is at, for whoever waits for it."""
+"""The heartbeat of a training in a child process: each rank writes its step, for the process that supervises it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDTH = 48
 """Characters of a beat, which is written over the one before it."""
 
 
-def hear_only(callback: Callback, *hooks: str) -> None:
-    """Keep the Trainer from calling the other hooks of a batch: a call costs microseconds, also of an empty one."""
+def drop_other_hooks(callback: Callback, *hooks: str) -> None:
+    """Keep the Trainer from calling a callback's other batch hooks: even an empty one costs microseconds."""
     for name in BATCH_HOOKS:
         if name not in hooks:
             setattr(callback, name, None)  # Lightning skips what is not callable
@@ -27,20 +27,19 @@ def hear_only(callback: Callback, *hooks: str) -> None:
 class Beats(Callback):
     """Writes ``step steps process`` into a file of each rank: ``beat`` of the first, ``beat.1`` of the next.
 
-    At every batch, by one call of some microseconds into a file that stays open: of a training that stops, the last
-    step is told and not one of half a second ago. A slow training is not a hung one: each batch counts, also of a
-    validation, and so does each stage it gets to.
+    At every batch, so that the exact step is known when a training stops; the file stays open, and a write takes
+    microseconds. Validation batches and the start and end of training count too: a slow training is not a hung one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
         self._ends_at: int | None = None
-        hear_only(self, "on_train_batch_end")
+        drop_other_hooks(self, "on_train_batch_end")
 
     @classmethod
     def into(cls, trainer: Any, path: Path) -> None:
-        """Let a Trainer beat, in place of the lines for people that nobody would read."""
+        """Add it to a Trainer, in place of the progress lines, which nobody would read."""
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, ProgressLines)] + [cls(path)]
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:

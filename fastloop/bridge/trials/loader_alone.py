@@ -1,11 +1,11 @@
-"""How fast a train loader is on its own. For disposable processes only.
+"""How fast a train loader is without a training. For disposable processes only.
 
-The Trainer is set up as for a fit, rungs and ranks included, and stopped right before the first step: until then its
-loader is asked for one batch after the other, as its loop would, and nothing is done with them. What a device feed
-copies is copied. Alone, a loader has all CPUs to itself: a training can only be slower than this.
+The Trainer is set up as for a fit, with its rungs and ranks, and stopped right before the first step. There batch
+after batch is taken from its loader and dropped; a device feed still copies them. The loader has all CPUs to itself, so
+a training can only be slower.
 
-Several numbers of workers are measured one after the other in one process, each with a Trainer of its own: what takes
-the time of a trial is the start of Python, torch and the device.
+Several worker counts are measured in one process, each with its own Trainer: starting Python, torch and the device is
+what takes the time of a trial.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.fit import training
 from fastloop.bridge.fit.callback import FastLoop
-from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.bridge.watch import loader_state
 from fastloop.config.loading import Config
@@ -55,9 +55,9 @@ class Window:
     """Median."""
     seconds: float
     made: float
-    """Batches that were made in that time: those that lay ready before it are no work of it."""
+    """Batches made in that time; those that were ready before it do not count."""
     drained: bool
-    """As many batches as the queues hold had passed before, and what lay ready at both ends is known."""
+    """The queues were emptied first, and how many batches were ready at both ends is known."""
 
     @property
     def too_short(self) -> bool:
@@ -70,7 +70,7 @@ def measure(
     """How fast the train loader of a configuration is where nobody computes. Trains nothing and writes no files.
 
     Args:
-        beat: the file that gets the pulse, see `beats.py`.
+        beat: the file that gets the pulse, see `heartbeat.py`.
         counts: numbers of workers, ascending, to measure one after the other; empty: the loader as it is.
         enough_ms: no further count is tried after one with which the slowest rank takes less for a step; nor after one
             that is no faster than the one before.
@@ -126,7 +126,7 @@ class _Alone(Callback):
         self.slowest_ms = math.inf
         """For the batches of an optimizer step, on the rank that takes longest: all ranks have to decide alike."""
         self.loop: FastLoop | None = None
-        hear_only(self)
+        drop_other_hooks(self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         combined = getattr(trainer.fit_loop, "_combined_loader", None)  # there is no public way to it
@@ -148,7 +148,7 @@ class _Alone(Callback):
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
-        if self.goes_on:  # a fit that raises ends the ranks it started, see `ending.py`; these begin the next one too
+        if self.goes_on:  # a fit that raises ends the ranks it started, see `shutdown.py`; these begin the next one too
             getattr(trainer.strategy.launcher, "procs", []).clear()
         raise Measured
 

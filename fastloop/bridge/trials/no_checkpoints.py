@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.fit import training
 from fastloop.bridge.fit.callback import FastLoop
-from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.config.loading import Config, WatchSettings
 from fastloop.errors import FastLoopError
 
@@ -64,7 +64,7 @@ class OnlyInside(Callback):
 
     def __init__(self, inside: Path | None, marker: Path | None = None) -> None:
         self.inside, self.marker = inside, marker
-        hear_only(self)
+        drop_other_hooks(self)
 
     @classmethod
     def into(cls, trainer: Any, inside: Path | None, marker: Path | None = None) -> None:

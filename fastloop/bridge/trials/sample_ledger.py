@@ -1,7 +1,7 @@
 """Which samples each optimizer step saw, with how many backwards and at which learning rates.
 
-For trial processes: what it changes it does not put back, but it draws no random numbers, changes no order and costs a
-few microseconds a batch, the same in every arm. It writes ``ledger.json`` (``ledger-1.json`` and so on for the other
+For trial processes: its changes are not undone. It draws no random numbers, changes no order and costs every arm the
+same few microseconds a batch. It writes ``ledger.json`` (``ledger-1.json`` and so on for the other
 ranks) when the training ends::
 
     schema, rank
@@ -33,7 +33,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.trials.drawn_samples import Batch, Drawn, join_epochs, listen
-from fastloop.bridge.trials.heartbeat import hear_only
+from fastloop.bridge.trials.heartbeat import drop_other_hooks
 from fastloop.feeds.batch_tree import count_samples, samples
 from fastloop.feeds.splitting import CannotSplit, cut
 from fastloop.records import store
@@ -51,7 +51,7 @@ class Ledger(Callback):
         self._listed_epoch, self._step = -1, 0
         self._backwards: Backwards | None = None
         self._begin(0)
-        hear_only(self, "on_before_optimizer_step", "on_train_batch_end")
+        drop_other_hooks(self, "on_before_optimizer_step", "on_train_batch_end")
 
     @classmethod
     def into(cls, trainer: Any, out: Path) -> Ledger:
@@ -77,7 +77,7 @@ class Ledger(Callback):
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Of this fit nothing is known, and what an earlier one left in the directory is none of its."""
+        """Forget an earlier fit, and delete its ledgers from the directory."""
         if stage != "fit":
             return
         self.why, self._drawn, self._listed_epoch = None, [], -1
@@ -106,7 +106,7 @@ class Ledger(Callback):
                 self._close()
         except Exception as error:  # a ledger must not end a training
             self.why = f"{type(error).__name__}: {error}"
-            hear_only(self)
+            drop_other_hooks(self)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._end_epoch()

@@ -25,7 +25,7 @@ from fastloop.bridge.fail_open import disabled, fail_open
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, no_checkpoints
 from fastloop.bridge.trials.gradient_probe import GradientProbe
-from fastloop.bridge.trials.heartbeat import Beats, hear_only
+from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import from_callback
 from fastloop.records import store
@@ -87,7 +87,7 @@ class Injected(Callback):
         self.off = False
         self._guests: list[Any] = []
         self._began = self._unsaved = False
-        hear_only(self)
+        drop_other_hooks(self)
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -183,6 +183,8 @@ class Injected(Callback):
             config = dataclasses.replace(config, rehearsal="off")
         loop = FastLoop.of(config, out=out, quiet=True)
         loop.in_trial = self.orders.disposable
+        if self.orders.seed_offset:
+            determinism.shift_seeds(self.orders.seed_offset)
         try:
             ceilings.take_away(trainer, self.orders.variation)
             if self.orders.variation == GRADIENTS:
@@ -207,7 +209,7 @@ class _Answers(Callback):
 
     def __init__(self, probe: GradientProbe, loop: FastLoop, out: Path) -> None:
         self.probe, self.loop, self.out = probe, loop, out
-        hear_only(self)
+        drop_other_hooks(self)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.is_global_zero and self.probe.answer:

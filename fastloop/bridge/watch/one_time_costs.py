@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from fastloop.bridge.watch.loader_state import find_workers
 from fastloop.evidence.clock import one_time
@@ -124,16 +124,11 @@ class WorkerStarts:
         return 0.0 if self.is_known else None
 
 
-def _read_age_s(pid: int | None) -> float | None:
-    """Seconds since a process was started, to a hundredth; None where the system does not tell.
-
-    Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
-    """
+def _read_age_s(pid: int) -> float | None:
+    """Seconds since a process was started; None where it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        started = int(text.rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):  # no Linux, or it is gone
+        return max(0.0, time.time() - psutil.Process(pid).create_time())
+    except psutil.Error:
         return None
 
 

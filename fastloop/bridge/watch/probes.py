@@ -204,7 +204,7 @@ class Later:
         warn: takes the one warning.
         switch: makes the loop's marks go to another clock.
         one_time: the ledger of costs that are none of a step's.
-        name_keeper: what to add to a warning that memory creeps.
+        name_holder: what to add to a warning that memory creeps.
     """
 
     def __init__(
@@ -215,9 +215,9 @@ class Later:
         warn: Callable[[str], None],
         switch: Callable[[Clock], None],
         one_time: OneTime | None = None,
-        name_keeper: Callable[[], str] = lambda: "",
+        name_holder: Callable[[], str] = lambda: "",
     ) -> None:
-        self.device, self.drift, self._one_time, self._name_keeper = device, Drift(), one_time, name_keeper
+        self.device, self.drift, self._one_time, self._name_holder = device, Drift(), one_time, name_holder
         self._read_board, self._warn, self._switch = read_board, warn, switch
         self.clock: Clock | None = None
         """The clock of the check that is going on."""
@@ -259,4 +259,4 @@ class Later:
         if (warning := self.drift.add(now(), check)) is not None:
             self._warn(warning)
         if (warning := self.drift.check_memory(now(), check)) is not None:
-            self._warn(f"{warning}{self._name_keeper()}")
+            self._warn(f"{warning}{self._name_holder()}")

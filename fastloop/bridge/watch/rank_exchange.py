@@ -10,7 +10,6 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed
@@ -76,7 +75,8 @@ class Ranks:
         waiting = list(range(1, self.world_size))
         try:
             while waiting:
-                for rank in [rank for rank in waiting if _is_there(self._store, str(rank))]:
+                # `wait` would hold the store's lock, which other threads of torch need.
+                for rank in [rank for rank in waiting if self._store.check([str(rank)])]:
                     waiting.remove(rank)
                     found.update(self._take(rank))
                 left_s = end - time.monotonic()
@@ -111,17 +111,6 @@ def find_default_store() -> Any:
         raise RuntimeError("torch.distributed has no process group")
     distributed: Any = torch.distributed.distributed_c10d
     return distributed._get_default_store()
-
-
-def _is_there(store: Any, key: str) -> bool:
-    """Whether a key has a value. A `wait` for it would hold the store's lock, which other threads of torch need."""
-    if hasattr(store, "check"):
-        return bool(store.check([key]))
-    try:
-        store.wait([key], timedelta(milliseconds=10))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _plain(value: Any) -> Any:

@@ -100,7 +100,7 @@ class Session:
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
             read_board=self._read_board,
             one_time=self.one_time,
-            name_keeper=lambda: self._name_keeper(trainer),
+            name_holder=lambda: self._name_holder(trainer),
         )
         self.memory, self._epochs = MemoryLog(self.device), 0
         self._ranks: Ranks | None = None
@@ -131,7 +131,7 @@ class Session:
         self._live = LiveMetrics(trainer, self.read_figures)
         self._logs = LogMarks(trainer, module, self.watch.marks)
         self.work.attach(module, self.watch.marks)
-        self.memory.begin(list_keepers(trainer))
+        self.memory.begin(list_owners(trainer))
         self.watch.marks.unheard = find_unheard(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
@@ -186,7 +186,7 @@ class Session:
         self.compilations.note(COMPILE)
         self.one_time.note()
         self.watch.close()
-        if creep := self.memory.find_creep(self.watch.settings.warmup_steps, list_keepers(trainer), self._epochs > 2):
+        if creep := self.memory.find_creep(self.watch.settings.warmup_steps, list_owners(trainer), self._epochs > 2):
             evidence = {**evidence, MEMORY: creep}
         if self.hunt is not None:
             evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
@@ -205,7 +205,9 @@ class Session:
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
         if (crowded := self._describe_crowd()) is not None:
-            seen = dataclasses.replace(seen, state=(*seen.state, crowded))
+            seen = dataclasses.replace(
+                seen, state=(*seen.state, crowded), evidence={**seen.evidence, "cpu": {"crowded": True}}
+            )
         if self._profiler is not None and trainer.profiler is not self._profiler:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
@@ -276,9 +278,9 @@ class Session:
         why = self._ranks.why if self._ranks.rank == 0 else None
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
 
-    def _name_keeper(self, trainer: Any) -> str:
-        keeper = self.memory.find_keeper(list_keepers(trainer), self._passed_steps)
-        return "" if keeper is None else f": {keeper.name} keeps {keeper.tensors} tensors ({keeper.where or 'n/a'})"
+    def _name_holder(self, trainer: Any) -> str:
+        holder = self.memory.find_holder(list_owners(trainer), self._passed_steps)
+        return "" if holder is None else f": {holder.name} keeps {holder.tensors} tensors ({holder.where or 'n/a'})"
 
     def _read_board(self) -> Mapping[str, Any]:
         """What memory is taken, and a few calls of NVML where there is a GPU."""
@@ -289,7 +291,7 @@ class Session:
         return memory
 
 
-def list_keepers(trainer: Any) -> list[object]:
+def list_owners(trainer: Any) -> list[object]:
     """Whose attributes user code keeps tensors in."""
     return [trainer.lightning_module, *trainer.callbacks, *trainer.loggers]
 

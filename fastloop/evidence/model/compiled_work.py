@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastloop.errors import let_through
-from fastloop.evidence.model.flops import FlopCount, Work
+from fastloop.evidence.model.flops import FlopCount
 
 SOURCE = "the compiled modules' calls of one step, run again without data"
 MOST_CALLS = 256
@@ -76,12 +76,12 @@ class CompiledWork:
         count = FlopCount()
         for call in self._calls:
             if self.why is None:
-                self._play(call, count)
+                self._count_call(call, count)
         self._calls.clear()
         if self.why is not None:
             return {"per_sample": None, "source": SOURCE, "why": self.why}
         work = count.work
-        return _Whole(**dataclasses.asdict(work), rest=self._has_rest()).per(samples, SOURCE)
+        return dataclasses.replace(work, at_least=work.at_least or self._has_rest()).per(samples, SOURCE)
 
     def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the shapes of a call."""
@@ -98,7 +98,7 @@ class CompiledWork:
         shapes = _make_fake(fake, args), _make_fake(fake, dict(kwargs))
         self._calls.append(_Call(_unwrap(module), fake, *shapes, torch.is_grad_enabled(), autocast))
 
-    def _play(self, call: _Call, count: FlopCount) -> None:
+    def _count_call(self, call: _Call, count: FlopCount) -> None:
         device, dtype, enabled = call.autocast
         try:
             with (
@@ -118,15 +118,6 @@ class CompiledWork:
         """Whether parameters lie outside of what is compiled: they have work that was not seen."""
         inside = {id(each) for module in find_compiled(self._root) for each in module.parameters()}
         return any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Whole(Work):
-    rest: bool
-
-    def per(self, samples: int, source: str = SOURCE) -> Mapping[str, Any]:
-        found = super().per(samples, source)
-        return {**found, "at_least": True} if self.rest and found["per_sample"] is not None else found
 
 
 class _Noting:

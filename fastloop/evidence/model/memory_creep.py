@@ -61,7 +61,7 @@ _STARTS = {"__init__", "setup", "on_fit_start", "on_train_start"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeper:
+class Holder:
     """Who keeps tensors of past steps."""
 
     name: str
@@ -116,9 +116,23 @@ class MemoryLog:
         held_back = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
 
-    def find_keeper(self, roots: Sequence[object], steps: int) -> Keeper | None:
+    def find_holder(self, roots: Sequence[object], steps: int) -> Holder | None:
         """What keeps tensors of at least every second of so many steps: those with graphs first, then the most."""
-        return _find_keeper(roots, steps, self._before)
+        found: list[tuple[bool, int, type | None, str, str]] = []
+        for owner, prefix, name, value in _walk(roots):
+            if isinstance(value, torch.Tensor):
+                held, graphs = (_chain_length(value), True) if value.grad_fn is not None else (0, False)
+            else:
+                held, graphs = _count_tensors(value)
+                held -= self._before.get(id(value), 0)
+            if held >= max(1.0, PER_STEP * steps):
+                found.append((graphs, held, owner, prefix, name))
+        if not found:
+            return None
+        graphs, held, owner, prefix, name = max(found, key=lambda each: each[:2])
+        where, cleared = _find_line(owner, [type(root) for root in roots], name)
+        name = f"{prefix}.{name}" if prefix else f"the global {name}"
+        return Holder(name=name, tensors=held, holds_graphs=graphs, where=where, cleared=cleared)
 
     def find_creep(self, after_step: int, roots: Sequence[object], several_epochs: bool) -> dict[str, Any]:
         """The growth and who keeps the tensors; empty where nothing creeps, or it is unknown.
@@ -131,17 +145,17 @@ class MemoryLog:
         kept = {memory: [each for each in read if each[0] > after_step] for memory, read in self.readings.items()}
         paces = {memory: pace for memory, read in kept.items() if (pace := find_pace(read, LEAST_MIB * 2**20))}
         steps = max((step for read in kept.values() for step, _ in read), default=0)
-        keeper = self.find_keeper(roots, steps) if steps - after_step >= FEWEST else None
-        if keeper is not None and keeper.cleared and not several_epochs:
-            keeper, paces = None, {}
-        if keeper is None and not several_epochs:
+        holder = self.find_holder(roots, steps) if steps - after_step >= FEWEST else None
+        if holder is not None and holder.cleared and not several_epochs:
+            holder, paces = None, {}
+        if holder is None and not several_epochs:
             paces = {}  # a cache fills for an epoch
-        if keeper is None:
+        if holder is None:
             paces.pop(HOST, None)  # a library or the dataset may keep it
         memory = next(iter(paces), None)
-        if memory is None and not (keeper is not None and keeper.holds_graphs):
+        if memory is None and not (holder is not None and holder.holds_graphs):
             return {}
-        found: dict[str, Any] = {} if keeper is None else {**vars(keeper)}
+        found: dict[str, Any] = {} if holder is None else {**vars(holder)}
         found.pop("cleared", None)
         if memory is not None:
             free, pace = self._read_free_bytes(memory), paces[memory]
@@ -190,29 +204,6 @@ def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float 
 
 
 # -- who keeps the tensors --------------------------------------------------------------------------------------------
-
-
-def _find_keeper(roots: Sequence[object], steps: int, before: Mapping[int, int]) -> Keeper | None:
-    found: list[tuple[bool, int, type | None, str, str]] = []
-    for owner, prefix, name, value in _walk(roots):
-        if isinstance(value, torch.Tensor):
-            held, graphs = (_chain_length(value), True) if value.grad_fn is not None else (0, False)
-        else:
-            held, graphs = _count_tensors(value)
-            held -= before.get(id(value), 0)
-        if held >= max(1.0, PER_STEP * steps):
-            found.append((graphs, held, owner, prefix, name))
-    if not found:
-        return None
-    graphs, held, owner, prefix, name = max(found, key=lambda each: each[:2])
-    where, cleared = _find_line(owner, [type(root) for root in roots], name)
-    return Keeper(
-        name=f"{prefix}.{name}" if prefix else f"the global {name}",
-        tensors=held,
-        holds_graphs=graphs,
-        where=where,
-        cleared=cleared,
-    )
 
 
 def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:

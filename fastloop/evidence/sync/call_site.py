@@ -22,7 +22,6 @@ _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
 """The hunters themselves, who sit between the user's line and what it called."""
-_RUNGS = "fastloop.rungs."
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """What runs compiled code."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
@@ -111,29 +110,11 @@ def find_site(start: FrameType | None) -> Site:
     )
 
 
-@lru_cache(maxsize=256)
 def name_ours(module: str) -> str:
-    """What to call fastloop's own code: by its rung where that alone uses this module, and never by a file."""
-    sources = {
-        ".".join(("fastloop", *path.relative_to(_OURS).with_suffix("").parts)): path.read_text(encoding="utf-8")
-        for room in ("rungs", "feeds", "bridge")
-        for path in Path(_OURS, room).rglob("*.py")
-    }
-    users, layer = {module}, {module}
-    while layer:
-        layer = {name for name, source in sources.items() if name not in users and _imports(source, layer)}
-        users |= layer
-    rungs = {name.removeprefix(_RUNGS) for name in users if name.startswith(_RUNGS)}
-    shared = len(rungs) != 1 or any(name.startswith("fastloop.bridge.") for name in users)
-    return "fastloop itself" if shared else f"fastloop's own rung {rungs.pop()}"
-
-
-def _imports(source: str, modules: set[str]) -> bool:
-    """Whether a module imports one of these, at its top or inside a function."""
-    return any(
-        re.search(rf"\bfrom {re.escape(package)}(\.{leaf} import| import .*\b{leaf}\b)", source)
-        for package, _, leaf in (module.rpartition(".") for module in modules)
-    )
+    """Words for fastloop's own code: its rung, also for that rung's package of ``feeds``; never a file."""
+    _, room, name, *_ = f"{module}..".split(".")
+    is_rung = room in ("rungs", "feeds") and Path(_OURS, "rungs", f"{name}.py").is_file()
+    return f"fastloop's own rung {name}" if is_rung else "fastloop itself"
 
 
 def _is_entry(owner: Owner, module: str, function: str) -> bool:

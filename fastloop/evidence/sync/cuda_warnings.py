@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from fastloop.evidence.sync import table
 from fastloop.evidence.sync.call_site import find_site
 from fastloop.evidence.sync.table import Tally
 
+Entered = TypeVar("Entered", bound="SyncWarnings")
 _WARNING = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 
@@ -35,7 +36,7 @@ class SyncWarnings:
         self._shown: Callable[..., None] = warnings.showwarning
         self._filter = ("always", re.compile(_WARNING), UserWarning, None, 0)
 
-    def __enter__(self) -> SyncWarnings:
+    def __enter__(self: Entered) -> Entered:
         self._thread = threading.get_ident()
         self._shown, warnings.showwarning = warnings.showwarning, self._show
         # Not by `filterwarnings`: it makes Python forget what it has shown already, and warn of that again.
@@ -79,38 +80,20 @@ def _filters() -> list[Any]:
     return warnings.filters  # type: ignore[return-value]
 
 
-class SyncMarks:
-    """Finds the lines that synchronise, inside ``with``: for two or three warm-up steps of a user's own CUDA run.
+class SyncMarks(SyncWarnings):
+    """Finds the lines that synchronise, inside ``with``: for a warm-up step of a user's own CUDA run.
 
-    It changes nothing that torch.compile guards on. Without CUDA it does nothing, and `why` says so. What it cannot
-    see: synchronisations written out (``torch.cuda.synchronize()``) and those of ``torch.distributed``, which the
-    debug mode does not cover (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html).
+    It changes nothing that torch.compile guards on. The debug mode does not cover ``torch.cuda.synchronize()`` and
+    ``torch.distributed`` (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html).
     """
 
     def __init__(self) -> None:
-        self.why: str | None = None if torch.cuda.is_available() else "no CUDA device: nothing is waited for"
+        super().__init__(self._note)
         self._tally = Tally()
-        self._open = contextlib.ExitStack()
 
-    def __enter__(self) -> SyncMarks:
-        if self.why is None:
-            try:
-                self._open.enter_context(SyncWarnings(self._note))
-            except Exception as error:
-                self.why = f"the sync debug mode is not to be had: {error}"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def result(self, steps: int = 1, logs: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
-        """As ``Measurement.syncs`` holds them, without times.
-
-        Args:
-            steps: optimizer steps that were watched.
-            logs: lines that log by the name of the metric (`LogSites.sites`), where somebody noted them.
-        """
-        return self._tally.rows(steps, logs)
+    def result(self, steps: int = 1) -> tuple[Mapping[str, Any], ...]:
+        """As ``Measurement.syncs`` holds them, without times, of so many optimizer steps."""
+        return self._tally.rows(steps)
 
     def _note(self, frame: FrameType) -> None:
         found = find_site(frame)

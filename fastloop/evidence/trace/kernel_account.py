@@ -58,38 +58,14 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
         FastLoopError: the trace cannot be read or marks no steps.
     """
     trace = load(source)
-    marks = _marks(trace, steps)
+    marks = list_marks(trace, steps)
     phases = phases_of(trace, trace.steps[0].thread)
     if not trace.work:
         return _on_cpu(trace, phases, marks)
     return _on_device(trace, phases, marks)
 
 
-def parts(source: Source, steps: int | None = None) -> dict[str, Any]:
-    """Time per phase on the device's time line, as a chain of events recorded at the phases' ends would read it.
-
-    Returns:
-        ``parts_ms`` {phase: ms per step}, ``between_ms`` (outside all phases), ``step_ms`` (their sum) and ``steps``.
-
-    Raises:
-        FastLoopError: the trace cannot be read or marks no steps.
-    """
-    trace = load(source)
-    marks = _marks(trace, steps)
-    phases, reached = phases_of(trace, trace.steps[0].thread), Reached(trace)
-    spent, per_step = defaultdict[str, float](float), 1e3 * (len(marks) - 1)
-    for begin, end, name in phases.between(marks[0], marks[-1]):
-        spent[name] += reached(end) - reached(begin)
-    whole = reached(marks[-1]) - reached(marks[0])
-    return {
-        "steps": len(marks) - 1,
-        "step_ms": whole / per_step,
-        "parts_ms": {name: us / per_step for name, us in spent.items()},
-        "between_ms": (whole - sum(spent.values())) / per_step,
-    }
-
-
-def _marks(trace: Trace, steps: int | None) -> list[float]:
+def list_marks(trace: Trace, steps: int | None) -> list[float]:
     """The host's step boundaries: the begin of every step and the end of the last one."""
     found = trace.steps[:steps]
     if not found:

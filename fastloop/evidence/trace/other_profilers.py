@@ -19,7 +19,7 @@ _ENVIRONMENT = (
     ("CUDA_INJECTION64_PATH", "a tool injected into CUDA"),
 )
 """Variables, or how they begin, that NVIDIA's tools set for what they launch. None of them is documented for this."""
-_LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInjection", "nsight")
+_LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInjection")
 """What those tools load into it."""
 
 
@@ -53,13 +53,9 @@ def _nvidia_tool() -> str | None:
         for start, tool in _ENVIRONMENT:
             if name.startswith(start):
                 return f"{tool} is attached ({name} is set)"
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    for library in _LIBRARIES:
-        if library.lower() in preloaded.lower():
-            return f"an Nsight tool is attached ({library} in LD_PRELOAD)"
     try:
         loaded = Path("/proc/self/maps").read_text(errors="replace")
     except OSError:
         return None
-    found = next((library for library in _LIBRARIES[:-1] if library in loaded), None)
+    found = next((library for library in _LIBRARIES if library in loaded), None)
     return f"an Nsight tool is attached ({found} is loaded)" if found else None

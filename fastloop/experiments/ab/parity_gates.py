@@ -114,7 +114,8 @@ def loss(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
     seen = [[trial.measurement or Measurement() for trial in pair] for pair in pairs]
     repeats = all(each.device == "cpu" for pair in seen for each in pair)
     losses, others = ([pair[side].loss for pair in seen] for side in (0, 1))
-    return parity.loss_gate(losses, others, parity_class, bitwise=repeats)
+    redrawn = any(augments_by(base) != augments_by(arm) for base, arm in pairs)
+    return parity.loss_gate(losses, others, parity_class, bitwise=repeats, redrawn=redrawn)
 
 
 def outcome(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, parity_class: Parity) -> Outcome:

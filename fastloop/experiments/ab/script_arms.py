@@ -1,7 +1,8 @@
 """An arm that is a Lightning script of the user's, unmodified, with a FastLoop put into it for each run.
 
-The script runs as it would in a shell: its own seeding, data and schedules. It is told of a run's seed by
-``PL_GLOBAL_SEED``, which ``seed_everything()`` without a number takes; a seed that is written in the script stands.
+The script runs as it would in a shell: its own data and schedules. It is told of a run's seed by ``PL_GLOBAL_SEED``,
+which ``seed_everything()`` without a number takes, and with which a script that seeds nothing begins. A seed written in
+the script stands until it trains; then the number of the run is added, or all runs would be one and the same.
 Lightning's checkpoints are not written, see `bridge/trials/no_checkpoints.py`; whatever else it writes it
 writes in each run, as it would in a shell.
 """
@@ -192,6 +193,7 @@ class ScriptArm:
             max_steps=ask.steps,
             ledger=ask.ledger,
             variation=ask.variation,
+            seed_offset=ask.seed,
             reference=None if ask.reference is None else str(ask.reference.absolute()),
             beat=str(folder / supervise.BEAT),
             stacks=True,

@@ -1,22 +1,22 @@
-"""What a forked process does to be a Python program that was started, as far as the program can see.
+"""Turn a forked process into a Python program: the program cannot tell it from a fresh interpreter.
 
-It has the arguments, variables, directory, descriptors, path and streams that were asked for, and one thread. It ends
-as an interpreter ends, but for taking all that is imported apart, which takes longest. The rest of Python's start has
-happened before the fork: only the standard library is imported here.
+It gets the arguments, variables, directory, descriptors, path and streams that were asked for, and has one thread. It
+ends as an interpreter ends, except that imported modules are not torn down, which takes longest. Only the standard
+library is imported here.
 """
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
+import fcntl
 import importlib
 import io
 import logging
 import multiprocessing.process
 import os
+import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -76,10 +76,7 @@ def become(
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
-    if (numpy := sys.modules.get("numpy")) is not None:  # Python's own generator does this by itself
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()
+    _seed(environ.get("PL_GLOBAL_SEED", ""))
     code = 1
     try:
         code = _run(command, path, after)
@@ -88,20 +85,21 @@ def become(
     _end(code, after)
 
 
+def _seed(given: str) -> None:
+    """Begin new random streams, at the seed that is given: runs of a script that seeds nothing then compare."""
+    seed = int(given) if given.isdecimal() else None
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed() if seed is None else torch.manual_seed(seed)
+
+
 def take_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Have these descriptors under these numbers, and no other."""
-    high = 1 + max(*descriptors, *numbers)
-    moved = []
-    for each in descriptors:
-        copy = os.dup(each)
-        low = []
-        while copy <= high:
-            low.append(copy)
-            copy = os.dup(each)
-        for other in low:
-            os.close(other)
-        moved.append(copy)
-    for copy, number in zip(moved, numbers, strict=True):
+    above = 1 + max(*descriptors, *numbers)
+    copies = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
+    for copy, number in zip(copies, numbers, strict=True):
         os.dup2(copy, number, inheritable=True)
     for entry in list(Path("/proc/self/fd").iterdir()):
         if int(entry.name) not in numbers:
@@ -197,29 +195,3 @@ def _end(code: int, after: Callable[[], None]) -> NoReturn:
             stream.flush()
     after()
     os._exit(code)
-
-
-# -- what a process says to another, and the descriptors that come with it --------------------------------------------
-
-
-def send(connection: socket.socket, message: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send a message with descriptors, which stay open here."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([len(message).to_bytes(8, "big")], rights)
-    connection.sendall(message)
-
-
-def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A message and the descriptors that came with it; nothing once the other end is closed."""
-    numbers = array.array("i")
-    head, rights, _, _ = connection.recvmsg(8, socket.CMSG_LEN(64 * numbers.itemsize))
-    for level, kind, content in rights:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
-    message = b""
-    while head and len(message) < (size := int.from_bytes(head, "big")):
-        part = connection.recv(size - len(message))
-        if not part:
-            return b"", list(numbers)
-        message += part
-    return message, list(numbers)

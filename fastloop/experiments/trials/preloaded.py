@@ -1,21 +1,22 @@
-"""Trials that start at once: forked from a process that has imported torch and Lightning, and done nothing else.
+"""Trials that start at once: forked from a process that has imported torch and Lightning and done nothing else.
 
-Inside `quick_starts` there is such a process, the server. A trial that it forks is on a leash of its own, as one that
-is executed (`reaper.py`), and is what it were if it were executed (`become.py`). The server has one thread, no CUDA and
-has computed nothing, which is what makes forking it safe, and it says so before each fork. What a fork cannot give
-(options of the interpreter, variables that libraries read as they are loaded, a file beside the script that shadows
-what is loaded already) is executed, and the reason stands in the trial's record. A rank that a trial starts is executed
-too. The server ends with the process that started it, killed or not.
+Inside `quick_starts` there is such a process, the server. A trial that it forks runs under a leash (`reaper.py`), and
+sees what a fresh interpreter would see (`become.py`). Forking is safe because the server has one thread, which it
+checks before each fork, no CUDA context, and has computed nothing. What a fork cannot provide starts a new interpreter,
+and the trial's record says why: interpreter options, variables that libraries read as they are loaded, a file beside
+the script that shadows a loaded module. So do the ranks that a trial starts. The server ends with the process that
+started it, even if that is killed.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import importlib
 import json
+import modulefinder
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,6 +36,9 @@ OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastl
 PATIENCE_S = 120.0
 """What the server gets to import all that."""
 FORKED = "forked"
+MOST_BYTES, MOST_DESCRIPTORS = 2**22, 8
+"""Of one message between this process and the server."""
+_CAPITALS = re.compile(r"""["']([A-Z][A-Z0-9_]*)["']""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class Server:
     """
 
     def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = ()) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._socket.settimeout(PATIENCE_S)
         with theirs:
             self._process = subprocess.Popen(
@@ -112,12 +116,12 @@ class Server:
     def ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
         """The answer to a request."""
         with contextlib.suppress(OSError):
-            become.send(self._socket, json.dumps(vars(request)).encode(), descriptors)
+            _send(self._socket, vars(request), descriptors)
             return Reply(**self._hear())
         return Reply()
 
     def _hear(self) -> dict[str, Any]:
-        message, _ = become.receive(self._socket)
+        message = self._socket.recv(MOST_BYTES)
         return dict(json.loads(message)) if message else {}
 
     def greet(self) -> Greeting:
@@ -134,6 +138,10 @@ class Server:
         self._socket.close()
         self._process.kill()
         self._process.wait()
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
 _server: Server | None = None
@@ -230,7 +238,7 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
     for folder in map(Path, (*_list_folders(variables.get("PYTHONPATH")), *greeting.path)):
         if not any(folder.is_relative_to(each) for each in (sys.prefix, sys.base_prefix)):
             own.append(folder)
-    return _find_early_variable(_list_modules(own, named[1], known) if script is None else {script}, own, known)
+    return _find_early_variable(script, named[1] if script is None else "", own, known)
 
 
 def _list_folders(path: str | None) -> set[str]:
@@ -249,45 +257,31 @@ def _find_shadow(folders: set[str], roots: Mapping[str, str | None]) -> str | No
     return None
 
 
-def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Collection[str]) -> str | None:
+def _find_early_variable(
+    script: Path | None, module: str, folders: Sequence[Path], known: Collection[str]
+) -> str | None:
     """A variable that a program names, maybe to set it before it imports what reads it.
 
     Args:
-        files: with which it begins; what they import is followed.
+        script: the program, or None where it is the `module`; what it imports is followed.
         folders: where its own modules lie.
         known: packages that are not its own.
     """
-    waiting = list(files)
-    while waiting:
-        file = waiting.pop()
-        try:
-            nodes = list(ast.walk(ast.parse(file.read_bytes())))
-        except (OSError, SyntaxError, ValueError):
-            return f"{file.name} cannot be read"
-        for node in nodes:
-            text = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(text, str) and text.isidentifier() and text.isupper() and become.is_read_when_loaded(text):
-                return f"{file.name} names {text}, which is read as a library is loaded"
-            found = set[Path]()
-            if isinstance(node, ast.Import):
-                found = {path for each in node.names for path in _list_modules(folders, each.name, known)}
-            elif isinstance(node, ast.ImportFrom):
-                names = (f"{node.module or ''}.{each.name}".strip(".") for each in node.names)
-                where = ([file.parents[node.level - 1]], ()) if node.level else (folders, known)
-                found = {path for name in names for path in _list_modules(where[0], name, where[1])}
-            waiting += found - files
-            files = files | found
+    finder = modulefinder.ModuleFinder([str(each) for each in folders], excludes=[*known])
+    try:
+        if script is not None:
+            finder.run_script(str(script))
+        for name in () if script is not None else (module, f"{module}.__main__"):
+            with contextlib.suppress(ImportError):
+                finder.import_hook(name)
+        files = [Path(vars(each)["__file__"] or "") for each in finder.modules.values()]  # "": it is built in
+        for file in [each for each in files if each.suffix == ".py"]:
+            for name in _CAPITALS.findall(file.read_bytes().decode()):
+                if become.is_read_when_loaded(name):
+                    return f"{file.name} names {name}, which is read as a library is loaded"
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"its modules cannot be read: {error}"
     return None
-
-
-def _list_modules(folders: Sequence[Path], name: str, known: Collection[str]) -> set[Path]:
-    """The files of a module, and of the packages it is in, as far as they lie in these folders."""
-    parts = name.split(".")
-    if parts[0] in known:
-        return set()
-    stems = [folder.joinpath(*parts[: count + 1]) for folder in folders for count in range(len(parts))]
-    ends = (".py", "/__init__.py", "/__main__.py")
-    return {path for stem in stems for end in ends if (path := Path(f"{stem}{end}")).is_file()}
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -310,7 +304,7 @@ def main() -> None:
         except ImportError:
             continue
         except BaseException as error:
-            become.send(connection, json.dumps({"why": f"{name} could not be imported: {error}"}).encode())
+            _send(connection, {"why": f"{name} could not be imported: {error}"})
             return
     added = {name: value for name, value in os.environ.items() if environ.get(name) != value}
     tops = {name.partition(".")[0] for name in sys.modules} - {"fastloop", "__main__", "__mp_main__"}
@@ -320,14 +314,14 @@ def main() -> None:
     os.waitpid(child, 0)  # pools of OpenBLAS end before a fork, and begin again where something is computed
     gc.collect()
     gc.freeze()
-    become.send(connection, json.dumps({"environ": environ, "roots": roots, "path": path}).encode())
+    _send(connection, {"environ": environ, "roots": roots, "path": path})
     _serve(connection, path, added, keeps_ours=len(sys.argv) > 3)
 
 
 def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
     """Fork, and tell how it ended, until whoever asks has gone."""
     while True:
-        message, descriptors = become.receive(connection)
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
         if not message:
             return
         request = Request(**json.loads(message))
@@ -343,7 +337,7 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
             answer = Reply(pid=pid)
         for each in descriptors:
             os.close(each)
-        become.send(connection, json.dumps(vars(answer)).encode())
+        _send(connection, vars(answer))
 
 
 def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
@@ -351,7 +345,7 @@ def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], kee
     try:
         held, *streams = descriptors
         os.setsid()
-        reaper.hear_nothing()
+        reaper.ignore_signals()
         reaper.adopt_orphans(True)
         leash = os.getpid()
         child = os.fork()

@@ -1,10 +1,9 @@
 """Between a command and its supervisor: nothing that the command starts outlives either of the two.
 
-A small process of its own, ``python -m fastloop.experiments.trials.reaper SOCKET COMMAND…``. It starts the command and
-waits for it. When the command has ended, when the supervisor sends a byte, and when the supervisor is gone (killed
-even: the socket then reads as closed), it kills all descendants and ends as the command ended. On Linux
-orphans come to it instead of to init, so those count that left the process group, as torchrun's ranks do; and should
-this process itself be killed, the kernel kills the command.
+A small process, ``python -m fastloop.experiments.trials.reaper SOCKET COMMAND…``, starts the command and waits for it.
+When the command has ended, when the supervisor sends a byte, or when the supervisor is gone (its socket then reads as
+closed), it kills all descendants and ends as the command ended. On Linux it adopts orphans, so it also finds those that
+left the process group, such as torchrun's ranks; and if it is killed itself, the kernel kills the command.
 Source: prctl(2), PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG.
 """
 
@@ -73,7 +72,7 @@ def start(
 
 def main() -> int:
     """The leash itself."""
-    hear_nothing()
+    ignore_signals()
     held = int(sys.argv[1])  # a bare descriptor: it closes when this process has ended, and no sooner
     adopt_orphans(True)
     try:
@@ -85,8 +84,8 @@ def main() -> int:
     return keep(held, child.wait)
 
 
-def hear_nothing() -> None:
-    """Signals to the group are for the command. No SIG_IGN: the command would inherit that."""
+def ignore_signals() -> None:
+    """Leave signals to the command. Not by SIG_IGN, which the command would inherit."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
 

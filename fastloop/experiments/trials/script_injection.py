@@ -10,21 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from fastloop.config.interpolation import escape
 from fastloop.config.layers import Leaf, flatten, nest
 from fastloop.config.loading import DEFAULT, Config
 from fastloop.errors import ConfigError
 from fastloop.records import store
-from fastloop.records.store import decode, read
+from fastloop.records.store import decode
 from fastloop.records.trial import ScriptEvent, ScriptOrders
 
 ORDERS, EVENTS = "FASTLOOP_EXEC", "events.jsonl"
@@ -75,8 +72,8 @@ def fabric():
     return _ours("fabric")
 '''
 """What the entry points lead to: fastloop, or where the command's Python cannot import it, nothing and the reason."""
-PREFIX, OWNER = "fastloop-exec-", "owner.json"
-"""Names of the directory, and of the file in it that says which process it belongs to."""
+PREFIX, HELD = "fastloop-exec-", "held"
+"""Names of the directory, and of the file in it that is locked as long as its process lives."""
 
 
 @contextlib.contextmanager
@@ -101,41 +98,31 @@ def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
     """A temporary directory of this process, gone afterwards, and taken away by the next if this process is killed."""
+    import fcntl  # here: who only asks for help needs none, wherever it is
+
     _sweep()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         private = Path(folder).resolve()
-        (private / OWNER).write_text(json.dumps({"pid": os.getpid(), "machine": _machine()}), encoding="utf-8")
-        yield private
-
-
-def _machine() -> list[str]:
-    """Where a process number means something: containers may share a temporary directory, and hosts too."""
-    with contextlib.suppress(OSError):
-        return [platform.node(), str(Path("/proc/self/ns/pid").readlink())]
-    return [platform.node()]
+        with (private / HELD).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield private
 
 
 def _sweep() -> None:
-    """Take away the directories of this user's whose process was killed on this machine."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            mine = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
-            owner = (read(folder / OWNER) or {}) if mine else {}
-            if owner.get("machine") == _machine() and not _lives(int(owner["pid"])):
+    """Take away the directories of this user's whose process was killed: the kernel has then freed their lock."""
+    import fcntl
+
+    for held in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{HELD}"):
+        folder = held.parent
+        with contextlib.suppress(OSError):  # it is in use
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with held.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for tree in (each.parent for each in folder.glob("*/.git")):  # its repository has it on a list
-                    subprocess.run(
-                        ["git", "-C", str(tree), "worktree", "remove", "--force", "--force", str(tree)],
-                        capture_output=True,
-                    )
+                    remove = ["git", "-C", str(tree), "worktree", "remove", "--force", "--force", str(tree)]
+                    subprocess.run(remove, capture_output=True)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    """Whether there is such a process, and not only what is left of it until somebody asks how it ended."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def happened(private: Path) -> list[ScriptEvent]:

@@ -1,9 +1,8 @@
-"""One command in a process of its own, watched to its end: whatever it does, the wait for it ends in time.
+"""Run one command in its own process and wait for its end, which comes in time whatever the command does.
 
-Slow is not hung: a command may take as long as its total limit, as long as it shows a sign of life now and then, by its
-output, by the step it writes into ``beat``, or by what any of its processes computes. So one that hangs and computes,
-as NCCL and CUDA do while they wait, ends by the total limit only (NCCL's own is 10 minutes). What a command has others
-compute for it, as srun and docker do, is not seen. Whichever way it ends, nothing that it started is left.
+Slow is not hung: output, a new step in ``beat`` and CPU use of any of its processes are signs of life, and a command
+that shows them may run up to its total limit. So does one that spins while it waits, as NCCL and CUDA do (NCCL's own
+limit is 10 minutes). Work that others do for it (srun, docker) is not seen. Nothing that it started is left.
 """
 
 from __future__ import annotations
@@ -261,7 +260,7 @@ def _describe_process(process: int | None) -> str | None:
     return "has ended" if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE) else None
 
 
-def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
+def last_lines(path: Path) -> str:
     """The end of a text file, without control sequences; empty where there is none."""
     try:
         with path.open("rb") as file:
@@ -271,7 +270,7 @@ def last_lines(path: Path, lines: int = TAIL_LINES) -> str:
         return ""
     kept = [line for line in _CONTROL.sub("", text.replace("\r", "\n")).splitlines() if line.strip()]
     stacks, rest = split(kept)
-    return "\n".join([*stacks, *rest[-(min(lines, BESIDE_STACKS) if stacks else lines) :]])
+    return "\n".join([*stacks, *rest[-(BESIDE_STACKS if stacks else TAIL_LINES) :]])
 
 
 def _cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) -> str | None:

@@ -10,6 +10,9 @@ from torch.fx import Graph, Node
 
 IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor", "ipow", "setitem"})
 
+OPERATORS = ("and_", "or_", "not_")
+"""Of Python's module `operator`, whose names end so because they are keywords."""
+
 
 def name_of(node: Node) -> str | None:
     """What a node calls, whether as a method or as a function of torch's or Python's: matmul, truediv, softmax."""
@@ -20,6 +23,8 @@ def name_of(node: Node) -> str | None:
 
 def changes_in_place(name: str) -> bool:
     """Whether a call of this name changes its first argument: ``masked_fill_``, ``+=``."""
+    if name in OPERATORS:
+        return False
     return name in IN_PLACE or name.strip("_") in IN_PLACE or (name.endswith("_") and not name.startswith("__"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,15 @@ class Constants:
 
     Args:
         graph: as Dynamo captured it; its inputs know the tensors that they stand for.
-        kept: ids of tensors that stay what they are: buffers, and tensors among a module's attributes.
+        kept: ids of tensors that may be taken for constants: buffers.
+
+    Attributes:
+        held: those whose numbers somebody relies on, by id.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule, kept: frozenset[int]) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, kept: Collection[int]) -> None:
         self._graph, self._kept = graph, kept
+        self.held = dict[int, torch.Tensor]()
         self._changed = {storage for _, storage in list_changes(graph.graph)}
 
     def evaluate(self, node: Any, sizes: Mapping[int, int] | None = None) -> Any:
@@ -54,6 +58,11 @@ class Constants:
                     found.append(value)
         return found
 
+    def hold(self, node: Any) -> None:
+        """Somebody relies on what `evaluate` said of this node, or of what is none."""
+        if isinstance(node, Node):
+            self.held |= {id(buffer): buffer for buffer in self.list_buffers(node)}
+
     def _evaluate(self, node: Node, sizes: Mapping[int, int], known: dict[Node, Any]) -> Any:
         if node not in known:
             known[node] = self._read(node, sizes, known)
@@ -62,6 +71,8 @@ class Constants:
     def _read(self, node: Node, sizes: Mapping[int, int], known: dict[Node, Any]) -> Any:
         seen = node.meta.get("example_value")
         if isinstance(seen, torch.SymInt) and node.op != "call_function":
+            if not _is_size(node):
+                raise Unknown  # a number that the user passes, such as the width of a window
             return sizes.get(read_size(seen), read_size(seen))
         if isinstance(seen, (bool, int, float)) and node.op != "call_function":
             return seen
@@ -117,6 +128,12 @@ def swaps(node: Node) -> bool:
     if name == "permute":
         return places == [*range(dims - 2), dims - 1, dims - 2]
     return sorted(places) == [dims - 2, dims - 1]
+
+
+def _is_size(node: Node) -> bool:
+    """Whether a number among a graph's inputs is the size of a tensor, as far as Dynamo says."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return type(source).__name__ == "TensorPropertySource"
 
 
 def _find_input(node: Node) -> Any:

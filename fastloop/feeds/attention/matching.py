@@ -191,11 +191,14 @@ def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Con
         elif what in ("add", "subtract"):
             if number is None:
                 found.added.append((by, what == "subtract"))
+            else:
+                constants.hold(by)
         elif what in ("bar", "allow"):
             mask, value = by
             fill = _read_number(value, constants)
             if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
                 raise NoMatch("it does not fill masked scores with a large negative number")
+            constants.hold(value)
             fills.append(fill)
             (found.barred if what == "bar" else found.allowed).append(mask)
     found.evens = len(set(fills)) == 1 and fills[0] > -math.inf
@@ -239,6 +242,8 @@ def _find_causal(found: Found, product: Node, constants: Constants) -> None:
     masks += [(each, taken[negated]) for each, negated in found.added]
     if masks and all(reads(mask, means) for mask, means in masks):
         found.causal, found.stale = True, [mask for mask, _ in masks]
+        for mask in found.stale:
+            constants.hold(mask)
         found.allowed, found.barred, found.added = [], [], []
 
 

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from fastloop.feeds.attention.changes import name_of
 from fastloop.feeds.attention.constants import Constants
 from fastloop.feeds.attention.matching import Found, NoMatch, find_attention
+from fastloop.feeds.compiled_calls import MAY_TAKE, TAKEN
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 UNSQUEEZES: dict[int, list[int]] = {4: [], 3: [1], 2: [0, 0]}
@@ -22,7 +23,7 @@ class ReplaceAttention:
     """The pass.
 
     Args:
-        model: whose buffers, and tensors among its modules' attributes, are taken to stay as they are.
+        model: whose buffers are taken for constants, where what calls the pass heeds their changes.
 
     Attributes:
         replaced: attentions replaced so far; causal: how many of them need no mask for that.
@@ -35,10 +36,9 @@ class ReplaceAttention:
         self._model = model
 
     def __call__(self, graph: GraphModule) -> GraphModule:
-        kept = frozenset(id(buffer) for buffer in self._model.buffers())
-        constants = Constants(graph, kept)
+        kept = {id(buffer) for buffer in self._model.buffers()} & graph.meta[MAY_TAKE].keys()
         for node in [each for each in graph.graph.nodes if name_of(each) == "softmax"]:
-            before = set(graph.graph.nodes)
+            constants, before = Constants(graph, kept), set(graph.graph.nodes)
             try:
                 found = find_attention(node, constants)
             except NoMatch as reason:
@@ -46,6 +46,7 @@ class ReplaceAttention:
                 _erase(graph.graph, [each for each in graph.graph.nodes if each not in before])
                 continue
             _replace(graph.graph, found)
+            graph.meta[TAKEN] |= constants.held
             self.replaced += 1
             self.causal += found.causal
         graph.recompile()

@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Subset
 
 from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identify_files, read_method
-from fastloop.feeds.cache.keeping import Keeper
 from fastloop.feeds.cache.marking import MARK
+from fastloop.feeds.cache.sample_cache import SampleCache
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
 from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.records.images import CenterCrop, Resize
@@ -42,14 +42,14 @@ class CachedImages(StandInDataset):
 
     Args:
         inner: the user's dataset.
-        keeper: hands out pictures.
+        sample_cache: hands out pictures.
         fingerprint: of the transforms that are kept with the picture.
     """
 
-    _OWN = ("inner", "keeper", "fingerprint")
+    _OWN = ("inner", "sample_cache", "fingerprint")
 
-    def __init__(self, inner: Any, keeper: Keeper, fingerprint: bytes) -> None:
-        self.inner, self.keeper, self.fingerprint = inner, keeper, fingerprint
+    def __init__(self, inner: Any, sample_cache: SampleCache, fingerprint: bytes) -> None:
+        self.inner, self.sample_cache, self.fingerprint = inner, sample_cache, fingerprint
         object.__setattr__(self, "_reading", _Reading(inner))
 
     def __getitem__(self, index: Any) -> Any:
@@ -61,7 +61,7 @@ class CachedImages(StandInDataset):
             key = digest_texts(self.fingerprint.hex(), identify_files(path))
         except OSError:  # opening it says what is wrong
             key = None
-        sample = self.keeper.fetch(key, lambda: reading.make(path))
+        sample = self.sample_cache.fetch(key, lambda: reading.make(path))
         for call in reading.rest:
             sample = call(sample)
         return sample, label
@@ -148,17 +148,17 @@ class KeptMethod:
     Args:
         owner: the dataset.
         name: the method's.
-        keeper: hands out what it returns.
+        cache: hands out what it returns.
     """
 
-    def __init__(self, owner: Any, name: str, keeper: Keeper) -> None:
-        self.owner, self.name, self.keeper = owner, name, keeper
+    def __init__(self, owner: Any, name: str, cache: SampleCache) -> None:
+        self.owner, self.name, self.cache = owner, name, cache
         self.fingerprint, reads = read_method(owner, getattr(type(owner), name))
         self._seen = {each: getattr(owner, each) for each in reads}
 
     def __call__(self, index: Any) -> Any:
         function = getattr(type(self.owner), self.name)
-        return self.keeper.fetch(self._make_key(function, index), lambda: function(self.owner, index))
+        return self.cache.fetch(self._make_key(function, index), lambda: function(self.owner, index))
 
     def _make_key(self, function: Any, index: Any) -> bytes | None:
         if any(not _is_same(getattr(self.owner, name, None), value) for name, value in self._seen.items()):
@@ -205,12 +205,12 @@ def read_marked(dataset: Any) -> tuple[bytes, bool, str | None]:
     return digest_texts("marked", *found), names_files, None if found else ""
 
 
-def put_in(dataset: Any, keeper: Keeper) -> list[tuple[Any, str]]:
+def put_in(dataset: Any, cache: SampleCache) -> list[tuple[Any, str]]:
     """Let marked methods keep what they return; the owners and names, for `take_out`."""
     done = []
     for owner, name in list(list_marked(dataset)):
         if name not in vars(owner):
-            vars(owner)[name] = KeptMethod(owner, name, keeper)
+            vars(owner)[name] = KeptMethod(owner, name, cache)
             done.append((owner, name))
     return done
 

@@ -110,7 +110,8 @@ class _Reader:
     def _read_self(self, function: Any, name: str, depth: int) -> None:
         """Attributes of the owner that the method reads, and methods that it calls."""
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            # Of the code: the source of a decorated function would be that of the function inside.
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
         except (OSError, TypeError, SyntaxError):
             raise NoFingerprint(f"there is no source of {name} to read") from None
         me = function.__code__.co_varnames[0]

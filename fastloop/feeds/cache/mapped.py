@@ -184,7 +184,7 @@ class _Files:
             slot, found = self._find(key)
             if slot is None:
                 return False
-            offset = self._find_room(slot, found, len(record))
+            offset = self._find_room(len(record))
             if offset is None:
                 return False
             try:
@@ -197,13 +197,9 @@ class _Files:
             self._index[slot : slot + _SLOT.size] = _SLOT.pack(key, offset + 1, len(record))
             return True
 
-    def _find_room(self, slot: int, found: bool, length: int) -> int | None:
-        """Where a record goes: over a damaged one of the same key and length, else behind the last one."""
+    def _find_room(self, length: int) -> int | None:
+        """Where a record goes: behind the last one."""
         slots, capacity, used = (self.read(place) for place in (_SLOTS, _CAPACITY, _USED))
-        if found:
-            _, place, old_length = _SLOT.unpack_from(self._index, slot)
-            if old_length == length and 0 < place <= used:
-                return int(place) - 1
         if self.read(_FULL):
             return None
         if used + length > capacity or self.read(_RECORDS) >= _MOST_LOAD * slots:

@@ -14,7 +14,7 @@ from fastloop.feeds.cache import places
 from fastloop.records.facts import PrefixFacts
 
 if TYPE_CHECKING:
-    from fastloop.feeds.cache.keeping import Keeper, Store
+    from fastloop.feeds.cache.sample_cache import SampleCache, Store
 
 _SHARE_OF_FREE = 0.9
 """Of what is free when a store is opened; somebody else will want the rest."""
@@ -43,19 +43,19 @@ class KeptSamples:
             NotApplicable: the store cannot be had.
         """
         from fastloop.feeds.cache import datasets
-        from fastloop.feeds.cache.keeping import Keeper
+        from fastloop.feeds.cache.sample_cache import SampleCache
 
         places.sweep(places.find_shm_root())
         store, room = self._open()
-        keeper = Keeper(store, share_of(self.prefix, room))
-        self.live.append(keeper)
+        cache = SampleCache(store, share_of(self.prefix, room))
+        self.live.append(cache)
         atexit.register(self.close)  # for a program that ends without its Trainer's teardown
-        if done := datasets.put_in(dataset, keeper):
+        if done := datasets.put_in(dataset, cache):
             self.live.append(done)
             return dataset
         if any(datasets.list_marked(dataset)):  # another loader's, and kept by it
             return dataset
-        return datasets.CachedImages(dataset, keeper, bytes.fromhex(self.prefix.fingerprint))
+        return datasets.CachedImages(dataset, cache, bytes.fromhex(self.prefix.fingerprint))
 
     def _open(self) -> tuple[Store, int | None]:
         """The store, and the bytes that it has room for."""
@@ -90,28 +90,28 @@ class KeptSamples:
 
     def evidence(self) -> Mapping[str, Any]:
         """Hits and misses of all processes, and what is in the store."""
-        keepers = self._list_keepers()
-        return {"store": self.store, **keepers[-1].evidence()} if keepers else {}
+        caches = self._list_caches()
+        return {"store": self.store, **caches[-1].evidence()} if caches else {}
 
     def read_fill_s(self) -> tuple[float, float]:
         """Seconds that putting samples into the store has taken: the training process, and one of its workers."""
-        keepers = self._list_keepers()
-        return keepers[-1].read_fill_s() if keepers else (0.0, 0.0)
+        caches = self._list_caches()
+        return caches[-1].read_fill_s() if caches else (0.0, 0.0)
 
     def close(self) -> None:
         """The dataset is what it was, and the store is left."""
         from fastloop.feeds.cache import datasets
 
         atexit.unregister(self.close)
-        keepers = self._list_keepers()
+        caches = self._list_caches()
         for each in self.live:
             if isinstance(each, list):
                 datasets.take_out(each)
         self.live.clear()
-        for keeper in keepers:
-            keeper.close()
+        for cache in caches:
+            cache.close()
 
-    def _list_keepers(self) -> list[Keeper]:
+    def _list_caches(self) -> list[SampleCache]:
         return [each for each in self.live if not isinstance(each, list)]
 
 

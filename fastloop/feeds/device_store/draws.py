@@ -23,6 +23,12 @@ Numbers = NDArray[Any]
 _WORD, _MANTISSA = 2**32 - 1, 2**24 - 1
 
 
+def send(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """To the device, without waiting for it: a copy from memory that is not pinned waits for all work before it."""
+    here = torch.from_numpy(numbers)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+
+
 def draw_words(count: int) -> Numbers:
     """The next `count` words of 32 bits from the CPU's default generator, int64 [count]."""
     pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None).numpy()

@@ -97,7 +97,7 @@ class DeviceEngine:
 
     def evidence(self) -> Mapping[str, Any]:
         """Batches made, and what they were made of."""
-        return {"device_batches": self.batches, "kernels": self.pictures.has_kernels, **self._evidence}
+        return {"device_batches": self.batches, **self._evidence}
 
 
 def make_engine(
@@ -128,12 +128,13 @@ def make_engine(
     engine = DeviceEngine(loader, pictures, recipe, kept)
     try:
         prove(engine, dataset, source)
-    except Exception as error:  # Triton needs a C compiler
-        if not pictures.has_kernels:
+    except Exception as error:
+        if recipe.resized is None or isinstance(error, NotApplicable):
             raise
-        pictures.has_kernels = False
-        prove(engine, dataset, source)
-        say(f"Triton's kernels do not run ({type(error).__name__}: {error}): slower tensor operations resize pictures")
+        raise NotApplicable(
+            f"Triton's kernels, which resize pictures there, do not run ({type(error).__name__}: {error}); Triton needs"
+            " a C compiler (gcc)"
+        ) from error
     say(
         f"{kept['pictures']:,} pictures, {kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB, are on"
         f" the device after {kept['fill_s']:.1f} s"

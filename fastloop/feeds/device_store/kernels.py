@@ -1,22 +1,25 @@
-"""Parts of pictures resized, mirrored and made floats on a CUDA device by three Triton kernels: weights and two passes.
+"""Parts of pictures resized, mirrored and made floats on a CUDA device, bit for bit as Pillow's bilinear resize.
 
-The numbers are those of `resizing`, which is also what runs elsewhere: weights in double precision that become whole
-numbers, and bytes between the passes. So the bits are the same. A kernel takes each part as large as it is, where
-tensor operations take all as large as the largest.
+Pillow resizes in two passes, along rows and along columns. Each is a weighted sum of a few pixels, rounded to bytes;
+the weights are computed in double precision and then used as integers with 22 fractional bits. Three Triton kernels do
+the same: weights, first pass, second pass. Pillow 13 chooses the order of the passes by the sizes.
+Source: libImaging/Resample.c (precompute_coeffs, normalize_coeffs_8bpc, ImagingResampleHorizontal_8bpc).
 """
 # Triton's language has no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from fastloop.feeds.device_store.draws import Numbers
-from fastloop.feeds.device_store.resizing import BITS, is_vertical_first, send
+from fastloop.feeds.device_store.draws import Numbers, send
 
+BITS = 22
 BLOCK = 512
 """Pixels that one program makes, in all three channels."""
 POSITIONS = 128
@@ -37,9 +40,14 @@ def resize_parts(
     table: torch.Tensor,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
-    """Images [B, 3, *size], as `resizing.resize_parts` makes them, mirrored where that is so and then looked up.
+    """Images [B, 3, *size]: ``picture.crop(part).resize(size)``, mirrored where wanted, each byte then looked up.
 
     Args:
+        pixels: uint8 [all]; pictures are [3, height, width].
+        starts: where each picture begins in it, int64 [B].
+        heights: of the pictures, int64 [B].
+        widths: of the pictures, int64 [B].
+        parts: top, left, height and width of each part, int64 [B, 4].
         mirrored: which images, bool [B].
         table: what becomes of each byte, [3, 256].
         memory_format: of the images.
@@ -68,6 +76,24 @@ def resize_parts(
         half, made, *strides, table, weights, sent, *size, BLOCK
     )
     return made
+
+
+def is_vertical_first(heights: Numbers, widths: Numbers, size: tuple[int, int]) -> Numbers:
+    """Whether Pillow begins with the pass along columns, for parts of these sizes: bool [B]."""
+    if not probe_order():
+        return np.zeros(len(heights), dtype=bool)
+    tall = heights - size[0]
+    return (tall > 0) & (tall > 2 * (widths - size[1]))
+
+
+@functools.cache
+def probe_order() -> bool:
+    """Whether this Pillow begins with columns where that is less work; older ones always began with rows."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 16), dtype=np.uint8))
+    whole = picture.resize((16, 16), Image.Resampling.BILINEAR).resize((8, 16), Image.Resampling.BILINEAR)
+    return bool((np.asarray(picture.resize((8, 16), Image.Resampling.BILINEAR)) == np.asarray(whole)).all())
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.device_store.draws import Numbers, Placement
-from fastloop.feeds.device_store.resizing import resize_parts, send
+from fastloop.feeds.device_store.draws import Numbers, Placement, send
 from fastloop.feeds.images.byte_batches import ToFloats
 from fastloop.feeds.images.reading import ImageSource
 
@@ -42,7 +40,6 @@ class Pictures:
     def __init__(self, pixels: torch.Tensor, sizes: Numbers, slots: Numbers, labels: torch.Tensor) -> None:
         self.pixels, self.sizes, self.slots, self.labels = pixels, sizes, slots, labels
         self.starts = np.concatenate([[0], np.cumsum(3 * sizes[:, 0] * sizes[:, 1])[:-1]])
-        self.has_kernels = pixels.is_cuda and importlib.util.find_spec("triton") is not None
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def find_labels(self, samples: Numbers) -> torch.Tensor:
@@ -58,17 +55,16 @@ class Pictures:
         to_floats: ToFloats,
         memory_format: torch.memory_format,
     ) -> torch.Tensor:
-        """Floats [B, 3, *size] of these parts [B, 4] of samples [B], resized and then mirrored where that is so. In
-        this memory format if that costs nothing."""
+        """Floats [B, 3, *size] of these parts [B, 4] of samples [B], resized and then mirrored where wanted.
+
+        Raises:
+            ImportError: there is no Triton.
+        """
+        from fastloop.feeds.device_store import kernels
+
         slots = self.slots[samples]
         told = (self.pixels, self.starts[slots], self.sizes[slots, 0], self.sizes[slots, 1], parts)
-        if self.has_kernels:
-            from fastloop.feeds.device_store import kernels
-
-            return kernels.resize_parts(*told, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
-        images = resize_parts(*told, size)
-        over = send(mirrored, images.device).view(-1, 1, 1, 1)
-        return to_floats(torch.where(over, images.flip(3), images))
+        return kernels.resize_parts(*told, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
 
     def cut(self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int) -> torch.Tensor:
         """Bytes [B, 3, *size] of these samples [B], `fill` outside of the pictures."""

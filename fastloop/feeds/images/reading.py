@@ -64,8 +64,7 @@ class ImageSource:
     def facts(self) -> ImageFacts:
         """What a rung may plan with."""
         steps = tuple(step for each in self.transforms for step in each.steps)
-        path = self.locate(0)[0] if self.count else None
-        return ImageFacts(steps=steps, unknown=self.unknown, count=self.count, sample_path=path)
+        return ImageFacts(steps=steps, unknown=self.unknown, count=self.count)
 
 
 def read_facts(dataset: Any) -> ImageFacts | str:

@@ -24,6 +24,8 @@ ROW_MULTIPLE = 64
 """Elements: rows of matrices whose length in memory is no multiple of 16 bytes make products slow."""
 MOST_ELEMENTS = 2**28
 """Of the logits, that one call of a kernel takes; without Inductor this bounds what it needs besides."""
+NONE, MEAN = 0, 1
+"""Reductions, as torch numbers them."""
 CHECKED_ROWS = 64
 CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest relative deviation of the gradient of the first rows."""
@@ -37,7 +39,7 @@ def find_large(model: torch.nn.Module) -> int:
 
 
 class LargeCrossEntropy:
-    """Takes the place of ``torch.nn.functional.cross_entropy`` for calls with many classes; others pass through.
+    """Takes the place of what ``torch.nn.functional.cross_entropy`` calls, where there are many classes; others pass.
 
     The first call is checked: loss and gradient of its first rows against PyTorch's own. What deviates, or fails, ends
     this, and PyTorch's own runs from there.
@@ -63,24 +65,24 @@ class LargeCrossEntropy:
 
     @contextlib.contextmanager
     def put_in(self) -> Iterator[None]:
-        """While this lasts, ``cross_entropy`` is this one wherever it is taken from ``torch.nn.functional``."""
-        home: Any = torch.nn.functional
-        usual = home.cross_entropy
+        """While this lasts, every ``cross_entropy`` is this one, whenever it was taken from ``torch.nn.functional``."""
+        home: Any = torch._C._nn  # a function in torch.nn.functional could not be pickled while another has its name
+        usual = home.cross_entropy_loss
 
         @functools.wraps(usual)
-        def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if is_compiling():  # in one graph with the rest, where Inductor sees all of it
-                return usual(input, target, *args, **kwargs)  # type: ignore[no-any-return]
-            found = self._compute(usual, input, target, *args, **kwargs)
-            return usual(input, target, *args, **kwargs) if found is None else found
+        def cross_entropy_loss(*args: Any, **kwargs: Any) -> Tensor:
+            found = None
+            if not is_compiling():  # else in one graph with the rest, where Inductor sees all of it
+                found = self._compute(usual, *args, **kwargs)
+            return usual(*args, **kwargs) if found is None else found
 
-        home.cross_entropy = cross_entropy
+        home.cross_entropy_loss = cross_entropy_loss
         try:
             yield
         finally:
-            vars(cross_entropy)["is_over"] = True  # fits beside each other may end in any order
-            while vars(home.cross_entropy).get("is_over"):
-                home.cross_entropy = home.cross_entropy.__wrapped__
+            vars(cross_entropy_loss)["is_over"] = True  # fits beside each other may end in any order
+            while getattr(home.cross_entropy_loss, "is_over", False):
+                home.cross_entropy_loss = home.cross_entropy_loss.__wrapped__
 
     def _compute(
         self,
@@ -88,17 +90,15 @@ class LargeCrossEntropy:
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None = None,
-        size_average: bool | None = None,
+        reduction: int = MEAN,
         ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
         """The loss; None where the call is none for this."""
         if self.failure or type(logits) is not Tensor or logits.dim() < 2 or logits.shape[1] < FEWEST_CLASSES:
             return None
         rows = logits.movedim(1, -1)  # [samples, tokens, classes], where the user turned that around
-        plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+        plain = weight is None and label_smoothing == 0.0
         plain &= rows.is_contiguous() and target.dim() == rows.dim() - 1 and not target.is_floating_point()
         if not plain or logits.dtype not in CLOSE:
             self.passed = "it has class weights, label smoothing, probabilities as targets, or logits out of order"
@@ -113,8 +113,8 @@ class LargeCrossEntropy:
             return None
         self.calls += 1
         self.classes = logits.shape[1]
-        if reduction != "none":
-            losses = losses.sum() / (target != ignore_index).sum() if reduction == "mean" else losses.sum()
+        if reduction != NONE:
+            losses = losses.sum() / (target != ignore_index).sum() if reduction == MEAN else losses.sum()
         else:
             losses = losses.view_as(target)
         return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
@@ -125,7 +125,7 @@ class LargeCrossEntropy:
         losses, sums = (torch.cat(parts) for parts in zip(*made, strict=True))
         if self.deviation is None:
             few = _find_first(target, ignore_index)
-            expected = usual(logits[few].to(sums.dtype), target[few], ignore_index=ignore_index, reduction="none")
+            expected = usual(logits[few].to(sums.dtype), target[few], None, NONE, ignore_index)
             self._compare(losses[few], expected, logits.dtype)
         return losses, sums
 
@@ -150,7 +150,7 @@ class LargeCrossEntropy:
             few = _find_first(target, ignore_index)
             with torch.enable_grad():
                 some = logits[few].detach().to(sums.dtype).requires_grad_()
-                losses = usual(some, target[few], ignore_index=ignore_index, reduction="none")
+                losses = usual(some, target[few], None, NONE, ignore_index)
                 (expected,) = torch.autograd.grad(losses, [some], [scale[few].to(losses.dtype)])
             self._compare(gradient[few], expected, logits.dtype)
             if self.failure:
@@ -197,7 +197,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> Any:
         logits, target, sums = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody differentiates the gradient: by operations that can be
-            losses = ctx.usual(logits.to(sums.dtype), target, ignore_index=ctx.ignore_index, reduction="none")
+            losses = ctx.usual(logits.to(sums.dtype), target, None, NONE, ctx.ignore_index)
             (gradient,) = torch.autograd.grad(losses, [logits], [scale.to(losses.dtype)], create_graph=True)
         else:
             gradient = ctx.owner.run_backward(ctx.usual, logits, target, sums, scale.contiguous(), ctx.ignore_index)

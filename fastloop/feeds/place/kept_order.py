@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, TypedDict
 
-from fastloop.feeds.lazy_loader import StandIn
+from fastloop.feeds.lazy_loader import Disguised
 from fastloop.feeds.place.draws import Draws, Order
 
 _END = object()
@@ -28,7 +28,7 @@ class Place(TypedDict):
     """What the epoch's order is drawn from."""
 
 
-class KeptOrder(StandIn):
+class KeptOrder(Disguised):
     """Stands in for a loader's batch sampler, or for its sampler where that makes no batches.
 
     Skips by index: no sample is loaded. Nothing is drawn before the first index is asked for. An epoch is to be drawn
@@ -41,7 +41,7 @@ class KeptOrder(StandIn):
         warn: takes one line for the user.
     """
 
-    _OWN = frozenset({"inner", "draws", "take", "warn", "order", "_digests"})
+    _OWN = ("inner", "draws", "take", "warn", "order", "_digests")
 
     def __init__(
         self, inner: Any, draws: Draws, *, take: Callable[[], Place | None], warn: Callable[[str], None]
@@ -83,18 +83,6 @@ class KeptOrder(StandIn):
                 "the sampler draws another order than before the checkpoint (other data, batch size, sampler or number"
                 " of ranks?): some samples come twice in this epoch, and some not at all"
             )
-
-    # -- whoever looks at it sees the user's sampler ------------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.inner)
 
 
 def _digest(batch: Any, before: int) -> int:

@@ -1,1 +1,1 @@
-"""SVG pictures and their labels."""
+"""Documents, their charts and curves, and how they become Markdown and HTML."""

@@ -5,32 +5,33 @@ Runs, A/Bs, climbs and searches differ in what they say; how it is set, escaped 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastloop.report.drawing.bars import Chart
+from fastloop.report.drawing.curves import Curve
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-@dataclass(frozen=True, kw_only=True)
+def printable(text: str) -> str:
+    """A text without what XML cannot hold."""
+    return _CONTROL.sub("", text)
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows of texts under a heading."""
 
     title: str
     head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[tuple[str, ...]]
     numeric: tuple[int, ...] = ()
     """Columns that hold numbers."""
     note: str = ""
     """A sentence below it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """One drawn curve, or why there is none."""
-
-    markup: str = ""
-    """An ``svg`` element."""
-    why_not: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Section:
 
     title: str
     text: tuple[str, ...] = ()
-    pictures: tuple[Picture | Chart, ...] = ()
+    pictures: tuple[Chart | Curve, ...] = ()
     cards: tuple[Card, ...] = ()
     table: Table | None = None
     notes: tuple[str, ...] = ()
@@ -100,7 +101,7 @@ class Document:
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """In small print under the verdict."""
-    pictures: tuple[Picture | Chart, ...] = ()
+    pictures: tuple[Chart | Curve, ...] = ()
     picture_title: str = ""
     no_picture: str = "n/a: there is nothing to draw yet."
     tiles: tuple[Tile, ...] = ()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import resources
 from itertools import groupby
 
-from fastloop.report.drawing.bars import Chart, choose_ink
-from fastloop.report.drawing.document import Document, Picture
+from fastloop.report.drawing.bars import choose_ink
+from fastloop.report.drawing.document import Document, printable
 from fastloop.report.drawing.markdown import CODE, to_markdown
-from fastloop.report.drawing.svg import printable
 
 
 def draw_reports(document: Document) -> dict[str, str]:
@@ -21,23 +20,6 @@ def draw_reports(document: Document) -> dict[str, str]:
 
 def to_html(document: Document) -> str:
     """The whole document.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    pictures = [*document.pictures, *(picture for section in document.sections for picture in section.pictures)]
-    return _render(
-        "document.html.jinja",
-        document=document,
-        why_no_picture=_explain_gaps(pictures),
-        columns=[
-            (is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)
-        ],
-    )
-
-
-def _render(template: str, **content: object) -> str:
-    """One of the templates, filled in: whatever is no ``Markup`` is escaped.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -56,10 +38,5 @@ def _render(template: str, **content: object) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     made.filters |= {"split_code": CODE.split, "choose_ink": choose_ink}
-    return made.get_template(template).render(content)
-
-
-def _explain_gaps(pictures: list[Picture | Chart]) -> str:
-    """One sentence where pictures failed, which they do together when matplotlib is missing."""
-    reasons = sorted({picture.why_not for picture in pictures if isinstance(picture, Picture) and picture.why_not})
-    return f"Not every picture could be drawn: {'; '.join(reasons)}." if reasons else ""
+    columns = [(is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)]
+    return made.get_template("document.html.jinja").render(document=document, columns=columns)

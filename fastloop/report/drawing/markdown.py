@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fastloop.report.drawing.document import Card, Document, Section, Table
-from fastloop.report.drawing.svg import printable
+from fastloop.report.drawing.document import Card, Document, Section, Table, printable
 
 CODE = re.compile(r"`([^`]+)`")
 _MARKUP = re.compile(r"[\\`*<|~]|(?<![^\W_])_|_(?![^\W_])")

@@ -5,118 +5,107 @@ The runs show what the machine did meanwhile: drift is a slope that all arms sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from fastloop.report.drawing import labels, svg
+from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.bars import Bar, Chart, Mark, Row, choose_ticks
-from fastloop.report.drawing.document import Picture
+from fastloop.report.drawing.curves import Curve, Line
+from fastloop.report.experiments import verdict_words
 from fastloop.report.run.summary import short
 from fastloop.report.run.tables import cut
 
-_GREY = "#8f9aa5"
+COLOURS = ("#8f9aa5", "#2f6fb5", "#d9480f", "#2a9d74", "#b565a7", "#e8a317", "#7c6bc4", "#8a5a3c")
+SYMBOLS = "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2716\u2605"
 NAME_LETTERS = 60
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One arm: its runs, and what is said of it. The base is the first."""
-
-    name: str
-    runs: tuple[tuple[int, float], ...] = ()
-    """Place in the order, from 1, and samples per second of each run that finished."""
-    lost: tuple[int, ...] = ()
-    """Places of the runs that began and gave no rate."""
-    verdict: str = ""
-    ratio: float | None = None
-    """Over the base; None where none is claimed."""
-    ends: tuple[float, float] | None = None
-    """Interval of the ratio."""
+def draw(result: ExperimentResult) -> tuple[Chart | Curve, ...]:
+    """The runs and the ratios beside them; nothing without a finished run."""
+    return (trace_runs(result), chart_ratios(result)) if any(arm.samples_per_s for arm in result.arms) else ()
 
 
-def draw(arms: Sequence[Arm], band_pct: float) -> tuple[Picture | Chart, ...]:
-    """The runs and the ratios beside them; nothing without a finished run.
-
-    Args:
-        band_pct: differences within plus or minus this many per cent count as none.
-    """
-    if not any(arm.runs for arm in arms):
-        return ()
-    words = f"Samples per second of every run in the order they ran. Medians: {', '.join(map(_describe, arms))}."
-    runs = svg.draw("rates", "Every run, in order", words, lambda: draw_runs(arms))
-    return tuple(made for made in (runs, chart_ratios(arms, band_pct)) if made is not None)
-
-
-def _describe(arm: Arm) -> str:
-    return f"{arm.name} {short(_middle(arm))} samples per second"
-
-
-def _middle(arm: Arm) -> float | None:
-    return median(rate for _, rate in arm.runs) if arm.runs else None
-
-
-def draw_runs(arms: Sequence[Arm]) -> Any:
-    """A dot for each run, a line for each arm's median, a cross at the bottom for each run that failed."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure = svg.canvas(svg.COLUMN, 290)
-    axes = figure.add_axes((0.13, 0.15, 0.84, 0.76))
-    colours = [labels.choose_colour(index) for index in range(len(arms))]
-    for index, arm in enumerate(arms):
-        if arm.runs:
-            axes.axhline(_middle(arm), color=colours[index], alpha=0.55, linewidth=1.2)
-            dots = tuple(zip(*arm.runs, strict=True))
-            axes.plot(*dots, labels.choose_marker(index), color=colours[index], markersize=7, clip_on=False)
-        across = axes.get_xaxis_transform()
-        axes.plot(arm.lost, [0.03] * len(arm.lost), "x", color=colours[index], markersize=8, transform=across)
-    rates, lost = [rate for arm in arms for _, rate in arm.runs], [at for arm in arms for at in arm.lost]
-    room = 0.12 * (max(rates) - min(rates)) or 0.05 * max(map(abs, rates)) or 1.0
-    last = max([at for arm in arms for at, _ in arm.runs] + lost)
-    axes.set(xlim=(0.4, last + 0.6), ylim=(min(rates) - room * (2 if lost else 1), max(rates) + room))
-    axes.xaxis.set_major_locator(MaxNLocator(min(10, last + 1), integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    axes.grid(axis="y")
-    axes.set_title("samples per second", loc="left", fontsize=10, alpha=0.7, x=-0.02)
-    axes.set_xlabel(f"run, in order{'; x: failed' if lost else ''}", fontsize=10, alpha=0.7)
-    return figure
+def trace_runs(result: ExperimentResult) -> Curve:
+    """A symbol for each run, a line for each arm's median, a cross at the bottom for each run that failed."""
+    ends, lines, lost = (1.0, float(len(result.order))), list[Line](), list[tuple[float, str]]()
+    for index, arm in enumerate(result.arms):
+        colour, runs = choose_colour(index), list(zip(arm.places, arm.samples_per_s, strict=False))
+        if runs:
+            level = median(arm.samples_per_s)
+            lines.append(Line(tuple((end, level) for end in ends), colour))
+            lines.append(Line(tuple((place + 1, rate) for place, rate in runs), colour, symbol=choose_symbol(index)))
+        lost += [
+            (place + 1, colour)
+            for place, name in enumerate(result.order)
+            if name == arm.name and place not in dict(runs)
+        ]
+    rates = [rate for arm in result.arms for rate in arm.samples_per_s]
+    room = 0.12 * (max(rates) - min(rates)) or 0.05 * max(rates)
+    medians = [f"{arm.name} {short(median(arm.samples_per_s))}" for arm in result.arms if arm.samples_per_s]
+    return Curve(
+        alt_text=f"Samples per second of every run in the order they ran. Medians: {', '.join(medians)}.",
+        lines=tuple(lines),
+        title="samples per second",
+        x_label=f"run, in order{'; x: failed' if lost else ''}",
+        low=min(rates) - room * (2 if lost else 1),
+        high=max(rates) + room,
+        lost=tuple(lost),
+    )
 
 
-def chart_ratios(arms: Sequence[Arm], band_pct: float) -> Chart:
+def choose_colour(index: int) -> str:
+    """Of the arm with this index; the base, 0, is grey."""
+    return COLOURS[index if index < len(COLOURS) else 1 + (index - 1) % (len(COLOURS) - 1)]
+
+
+def choose_symbol(index: int) -> str:
+    """A shape beside the colour, for readers who cannot tell colours apart."""
+    return SYMBOLS[index % len(SYMBOLS)]
+
+
+def chart_ratios(result: ExperimentResult) -> Chart:
     """A row for each arm: its symbol and verdict, and below them its interval, over one scale for all of them."""
-    band = (1 - band_pct / 100, 1 + band_pct / 100)
-    ends = [*band, *(end for arm in arms if arm.ends for end in arm.ends)]
+    comparisons = {one.arm: one for one in result.comparisons}
+    band = (1 - result.band_pct / 100, 1 + result.band_pct / 100)
+    ends = [*band, *(end for one in result.comparisons for end in one.ci95 or ())]
     room = 0.06 * (max(ends) - min(ends)) or 0.05
     low, high = min(ends) - room, max(ends) + room
-    said = "; ".join(f"{arm.name} {arm.verdict}" for arm in arms)
+    rows = [_draw_ratio(arm, comparisons.get(arm.name), index, band) for index, arm in enumerate(result.arms)]
+    said = "; ".join(f"{arm.name} {row.value}" for arm, row in zip(result.arms, rows, strict=True))
     return Chart(
         alt_text=f"Rate of each arm over the base's: {said}.",
-        rows=tuple(_draw_ratio(arm, index, band) for index, arm in enumerate(arms)),
+        rows=tuple(rows),
         low=low,
         high=high,
         unit="x",
-        ticks=choose_ticks(low, high, 5) if len(arms) > 1 else (),
-        note=f"Rate over the base's. Shaded: within \u00b1{band_pct:g} %, which counts as no difference.",
+        ticks=choose_ticks(low, high, 5) if len(rows) > 1 else (),
+        note=f"Rate over the base's. Shaded: within \u00b1{result.band_pct:g} %, which counts as no difference.",
         is_stacked=True,
     )
 
 
-def _draw_ratio(arm: Arm, index: int, band: tuple[float, float]) -> Row:
-    """An interval with a tick at its ratio; hatched where no ratio is claimed."""
-    colour, bars, marks = labels.choose_colour(index), [Bar(*band, _GREY, "band")], [Mark(1.0, "line")]
-    if arm.ends is not None:
-        bars.append(Bar(*arm.ends, colour, "hatched" if arm.ratio is None else "interval"))
-    if arm.ratio is not None:
-        marks.append(Mark(arm.ratio, "tick"))
+def _draw_ratio(arm: ArmResult, one: Comparison | None, index: int, band: tuple[float, float]) -> Row:
+    """An interval with a tick at its ratio; hatched where no ratio is claimed. The base, 0, has none."""
+    colour, bars, marks = choose_colour(index), [Bar(*band, COLOURS[0], "band")], [Mark(1.0, "line")]
+    claimed = None if one is None or verdict_words.word(one) == "PARITY FAILED" else one.ratio
+    if one is not None and one.ci95 is not None:
+        bars.append(Bar(*one.ci95, colour, "hatched" if claimed is None else "interval"))
+    if claimed is not None:
+        marks.append(Mark(claimed, "tick"))
     return Row(
         name=cut(arm.name, NAME_LETTERS),
-        symbol=labels.choose_symbol(index),
+        symbol=choose_symbol(index),
         colour=colour,
         bars=tuple(bars) if index else (),
         marks=tuple(marks) if index else (),
-        value=arm.verdict,
+        value=_describe(arm, one, is_base=not index),
         height=16 if index else 0,
         weight="strong",
     )
+
+
+def _describe(arm: ArmResult, one: Comparison | None, *, is_base: bool) -> str:
+    if arm.failed and not (one and one.ci95):
+        return "FAILED"
+    if is_base:
+        return f"base, {short(median(arm.samples_per_s)) if arm.samples_per_s else 'n/a'} samples/s"
+    return "not judged" if one is None else verdict_words.headline(one, arm).partition(",")[0]

@@ -12,13 +12,12 @@ from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_picture, verdict_words
-from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline, put_on_one_line
+from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline
 from fastloop.report.run.summary import number, short
 from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]
 """A comparison and its arm's entry among the arms."""
-MOST_LINES = 14
 NAME_LETTERS = 44
 MEANING = (
     "The run is the unit: each is a fresh process, and steps before the window (warm-up, compilation, cold caches) do"
@@ -38,12 +37,11 @@ def lines(result: ExperimentResult) -> list[str]:
     """What the terminal shows, verdict first: at most 14 lines, of comparison.json's content."""
     pairs = rank(result)
     best = pairs[0] if pairs else None
-    more = [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]
-    kinds: list[tuple[str, list[str]]] = [
+    kinds = [
         ("RATE", _rate(result, best)),
-        ("PARITY", _parity(best)),
+        ("PARITY", [verdict_words.line(best[0].parity)] if best else []),
         ("WHY", _why(result, best)),
-        ("", more),
+        ("", [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]),
         ("ARMS", [verdict_words.together(result.comparisons)]),
         ("INACTIVE", inactive(result, besides=" ".join(_why(result, best)))),
         ("FLAG", ["; ".join(result.flags)]),
@@ -51,13 +49,9 @@ def lines(result: ExperimentResult) -> list[str]:
         ("ON", [", ".join(describe_hardware(result.hardware))]),
         ("FILES", [result.run_dir]),
     ]
-    kinds = [(kind, found) for kind, said in kinds if (found := [text for text in said if text])]
-    while sum(len(said) for _, said in kinds) > MOST_LINES - 1:
-        longest = max((said for _, said in kinds), key=len)
-        longest[-2:] = [f"{longest[-2]}; {longest[-1].strip()}"]
-    return put_on_one_line(
-        [_first(result, best), *(f"{kind:<8} {line}" if kind else line for kind, said in kinds for line in said)]
-    )
+    named = ": ".join(filter(None, [result.name, _against(result, best)]))
+    partial = "   PARTIAL: the experiment did not end" if result.partial else ""
+    return verdict_words.lay_out(f"fastloop {verdict(result)}   {named}".rstrip() + partial, kinds)
 
 
 def reports(result: ExperimentResult) -> dict[str, str]:
@@ -85,24 +79,16 @@ def make_document(result: ExperimentResult) -> Document:
     partial = ["PARTIAL: the experiment did not end"] if result.partial else []
     parity = verdict_words.line(best[0].parity) if best else ""
     together = verdict_words.together(result.comparisons)
+    also = [parity and f"Parity: {parity}.", *(_describe(*pair) for pair in pairs[1:]), together and f"{together}."]
     return Document(
         kind="A/B",
         verdict=headline[:1] + headline[1:].lower(),
         tone=verdict_words.tone(headline),
         lede=_lede(result, best),
-        also=tuple(
-            filter(
-                None,
-                [
-                    f"Parity: {parity}." if parity else "",
-                    *(_describe(*pair) for pair in pairs[1:]),
-                    together and f"{together}.",
-                ],
-            )
-        ),
+        also=tuple(filter(None, also)),
         lines=tuple(lines(result)),
         run=tuple(filter(None, setting)),
-        pictures=ab_picture.draw(picture_arms(result), result.band_pct),
+        pictures=ab_picture.draw(result),
         flags=(*partial, *result.flags),
         picture_title="Every run, and the result",
         no_picture="n/a: no run finished.",
@@ -117,12 +103,6 @@ def verdict(result: ExperimentResult) -> str:
     if pairs:
         return headline(*pairs[0])
     return "FAILED" if result.failures or any(arm.failed for arm in result.arms) else "INSUFFICIENT"
-
-
-def _first(result: ExperimentResult, best: Pair | None) -> str:
-    named = ": ".join(filter(None, [result.name, _against(result, best)]))
-    partial = "   PARTIAL: the experiment did not end" if result.partial else ""
-    return f"fastloop {verdict(result)}   {named}".rstrip() + partial
 
 
 def _against(result: ExperimentResult, best: Pair | None) -> str:
@@ -178,10 +158,6 @@ def _count(arms: Sequence[ArmResult]) -> str:
     if len(set(counts)) == 1:
         return f"{of}{counts[0]} run{'' if counts[0] == 1 else 's'} of each"
     return f"{of}{' and '.join(map(str, counts))} runs"
-
-
-def _parity(best: Pair | None) -> list[str]:
-    return [verdict_words.line(best[0].parity)] if best else []
 
 
 def _why(result: ExperimentResult, best: Pair | None) -> list[str]:
@@ -255,9 +231,9 @@ def _arms(result: ExperimentResult) -> Table:
         "failed",
     )
     return Table(
-        title="Arms",
-        head=head,
-        rows=tuple(rows),
+        "Arms",
+        head,
+        rows,
         numeric=(1, 2, 3, 4, 5),
         note="Medians over the runs. A rung that had no effect gets no credit.",
     )
@@ -278,9 +254,9 @@ def _comparisons(pairs: Sequence[Pair]) -> Table:
     ]
     head = ("arm", "verdict", "ratio", "interval", "level", "smallest visible", "why")
     return Table(
-        title="Against the base",
-        head=head,
-        rows=tuple(rows),
+        "Against the base",
+        head,
+        rows,
         numeric=(2, 3, 4, 5),
         note="The ratio takes out the order of the runs, which medians do not."
         if rows
@@ -300,11 +276,8 @@ def failures(result: ExperimentResult) -> list[str]:
     """Each failed run in a line: cause, rank, last step."""
     found = []
     for failure in result.failures:
-        where = [
-            f"{label} {value}"
-            for label, value in (("rank", failure.rank), ("last step", failure.last_step))
-            if value is not None
-        ]
+        known = (("rank", failure.rank), ("last step", failure.last_step))
+        where = [f"{label} {value}" for label, value in known if value is not None]
         run = "" if failure.run is None else f", {failure.run}"
         found.append(", ".join([f"{failure.arm}{run}: {failure.cause or 'n/a'}", *where]))
     return found
@@ -319,9 +292,9 @@ def runs(result: ExperimentResult) -> Table:
     }
     rows = [(str(place + 1), name, *known.get(place, ("n/a", "no result"))) for place, name in enumerate(result.order)]
     return Table(
-        title="Every run, in order",
-        head=("place", "arm", "seed", "samples/s"),
-        rows=tuple(rows),
+        "Every run, in order",
+        ("place", "arm", "seed", "samples/s"),
+        rows,
         numeric=(0, 2, 3),
         note="" if rows else "n/a: no run began.",
     )
@@ -335,46 +308,12 @@ def changed(result: ExperimentResult) -> Table:
         for key, base, other in keys
     ]
     return Table(
-        title="Configuration that differs",
-        head=("arm", "key", "base", "arm's"),
-        rows=tuple(rows),
+        "Configuration that differs",
+        ("arm", "key", "base", "arm's"),
+        rows,
         note="" if rows else "Nothing differs: an A/A test of the false-alarm rate.",
     )
 
 
 def _format(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-# -- what the picture shows of each arm --------------------------------------------------------------------------------
-
-
-def picture_arms(result: ExperimentResult) -> list[ab_picture.Arm]:
-    """The arms in the order of the file: their runs, lost ones, the ratio."""
-    comparisons = {one.arm: one for one in result.comparisons}
-    made = []
-    for index, arm in enumerate(result.arms):
-        one = comparisons.get(arm.name)
-        ran = tuple((place + 1, rate) for place, rate in zip(arm.places, arm.samples_per_s, strict=False))
-        is_claimed = one is not None and verdict_words.word(one) != "PARITY FAILED"
-        made.append(
-            ab_picture.Arm(
-                name=arm.name,
-                runs=ran,
-                lost=tuple(
-                    at for at, name in enumerate(result.order, start=1) if name == arm.name and at not in dict(ran)
-                ),
-                verdict=_verdict_in_picture(arm, one, is_base=not index),
-                ratio=one.ratio if one and is_claimed else None,
-                ends=one.ci95 if one else None,
-            )
-        )
-    return made
-
-
-def _verdict_in_picture(arm: ArmResult, one: Comparison | None, *, is_base: bool) -> str:
-    if arm.failed and not (one and one.ci95):
-        return "FAILED"
-    if is_base:
-        return f"base, {short(middle(arm))} samples/s"
-    return "not judged" if one is None else headline(one, arm).partition(",")[0]

@@ -6,9 +6,11 @@ What a kept rung added is solid, what was there before is faint; an attempt that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from fastloop.records.climb import ClimbFile
 from fastloop.report.drawing.bars import Bar, Chart, Entry, Mark, Row, choose_ticks
+from fastloop.report.experiments import climb_rows
+from fastloop.report.experiments.climb_rows import Step
 from fastloop.report.run.summary import short
 from fastloop.report.run.tables import cut
 
@@ -16,30 +18,10 @@ _NAIVE, _STEP, _TOP, _PREDICTED = "#8f9aa5", "#2f6fb5", "#2a9d74", "#e8a317"
 NAME_LETTERS = 40
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One rung that was tried. Rates in samples per second; None where not known."""
-
-    name: str
-    kept: bool
-    why: str
-    saved_ms: float | None
-    rate: float | None
-    predicted: float | None
-    ends: tuple[float, float] | None
-    """Interval of the rate."""
-
-
-def draw(
-    naive: float | None, attempts: Sequence[Step], top: float | None, ceilings: Sequence[tuple[str, float]]
-) -> tuple[Chart, ...]:
-    """The picture; nothing where the start's rate is not known.
-
-    Args:
-        naive: samples per second of the start.
-        top: of the stack that was kept; None where only the attempts know it.
-        ceilings: name and samples per second of what the top stands under.
-    """
+def draw(climb: ClimbFile) -> tuple[Chart, ...]:
+    """The picture; nothing where the start's rate is not known."""
+    naive, top = climb_rows.compute_rate(climb, climb.naive), climb_rows.compute_rate(climb, climb.top)
+    attempts, ceilings = climb_rows.list_steps(climb), climb_rows.list_ceilings_over_top(climb)
     if naive is None:
         return ()
     levels = [naive]

@@ -16,7 +16,6 @@ from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
 from fastloop.report.run.summary import number, short
 
-MOST_LINES = 14
 SCREEN = "screening proves nothing; a fresh A/B test of the best stack against the baseline does"
 HOW = (
     "The climb takes the family of rungs with the highest ceiling, predicts what its next rung saves, tunes the rung's"
@@ -37,7 +36,7 @@ def lines(climb: ClimbFile) -> list[str]:
     )
     over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
     limits += f"; of the top: {', '.join(f'{name} {short(rate)}' for name, rate in over_top)}" if over_top else ""
-    kinds: list[tuple[str, list[str]]] = [
+    kinds = [
         ("PROOF" if climb.confirmed else "WHY", [_explain(climb)]),
         ("RATE", [_compare_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
@@ -49,13 +48,9 @@ def lines(climb: ClimbFile) -> list[str]:
         ("ON", [", ".join(describe_hardware(climb.hardware))]),
         ("FILES", [climb.run_dir]),
     ]
-    kinds = [(kind, found) for kind, texts in kinds if (found := [text for text in texts if text])]
-    while sum(len(texts) for _, texts in kinds) > MOST_LINES - 1:
-        longest = max((texts for _, texts in kinds), key=len)
-        longest[-2:] = ["; ".join(longest[-2:])]
     partial = f"   {PARTIAL}" if climb.partial else ""
     first = f"fastloop {verdict(climb)}   {climb.name}".rstrip() + partial
-    return put_on_one_line([first, *(f"{kind:<8} {line}" for kind, texts in kinds for line in texts)])
+    return verdict_words.lay_out(first, kinds)
 
 
 def reports(climb: ClimbFile) -> dict[str, str]:
@@ -95,12 +90,7 @@ def make_document(climb: ClimbFile) -> Document:
         also=tuple(filter(None, [f"{rates[:1].upper()}{rates[1:]}.", predicted])),
         run=tuple(filter(None, [climb.name, *describe_hardware(climb.hardware)])),
         flags=(PARTIAL,) if climb.partial else (),
-        pictures=climb_picture.draw(
-            climb_rows.compute_naive_rate(climb),
-            climb_rows.list_steps(climb),
-            climb_rows.compute_top_rate(climb),
-            climb_rows.list_ceilings_over_top(climb),
-        ),
+        pictures=climb_picture.draw(climb),
         picture_title="From naive to top",
         sections=_make_sections(climb),
         closing=CLOSING,
@@ -171,11 +161,9 @@ def _explain(climb: ClimbFile) -> str:
 
 def _compare_rates(climb: ClimbFile) -> str:
     """Both ends of the climb, as its own trials measured them; no ratio, which only fresh runs may give."""
-    ends = (
-        ("naive", climb_rows.compute_naive_rate(climb), climb.naive),
-        ("top", climb_rows.compute_top_rate(climb), climb.top),
-    )
-    return ", ".join(f"{name} {short(rate)} samples/s ({short(end.step_ms, 'ms')} a step)" for name, rate, end in ends)
+    ends = (("naive", climb.naive), ("top", climb.top))
+    rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
+    return ", ".join(f"{name} {short(rate)} samples/s ({short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates)
 
 
 def _list_dropped(climb: ClimbFile) -> list[str]:
@@ -204,9 +192,9 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
         f"Each is from a trial with a cost removed{notes}. With other arithmetic the top may exceed those of the start."
     )
     return Table(
-        title="Ceilings",
-        head=("if", "naive samples/s", "top samples/s"),
-        rows=tuple(rows),
+        "Ceilings",
+        ("if", "naive samples/s", "top samples/s"),
+        rows,
         numeric=(1, 2),
         note=note if rows else "n/a: none was measured.",
     )

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 
-from fastloop.records.climb import TOP, Attempt, ClimbFile
+from fastloop.records.climb import TOP, Attempt, ClimbFile, Speed
 from fastloop.records.experiment import Outcome
 from fastloop.report.drawing.document import Table
-from fastloop.report.experiments.climb_picture import Step
 from fastloop.report.run.summary import number, short
 
 CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rung that was tried. Rates in samples per second; None where not known."""
+
+    name: str
+    kept: bool
+    why: str
+    saved_ms: float | None
+    rate: float | None
+    predicted: float | None
+    ends: tuple[float, float] | None
+    """Interval of the rate."""
 
 
 def list_steps(climb: ClimbFile) -> list[Step]:
@@ -52,16 +66,9 @@ def _less(before: float | None, saved: float | None) -> float | None:
     return None if before is None or saved is None else before - saved
 
 
-def compute_naive_rate(climb: ClimbFile) -> float | None:
-    """Samples per second of the start."""
-    rate = climb.naive.samples_per_s
-    return rate if rate is not None else _rate(samples_per_step(climb), climb.naive.step_ms)
-
-
-def compute_top_rate(climb: ClimbFile) -> float | None:
-    """Samples per second of the top."""
-    rate = climb.top.samples_per_s
-    return rate if rate is not None else _rate(samples_per_step(climb), climb.top.step_ms)
+def compute_rate(climb: ClimbFile, end: Speed) -> float | None:
+    """Samples per second of the start or of the top."""
+    return end.samples_per_s if end.samples_per_s is not None else _rate(samples_per_step(climb), end.step_ms)
 
 
 def list_ceilings(climb: ClimbFile, *, top: bool = False) -> list[tuple[str, float]]:
@@ -125,9 +132,9 @@ def make_table(climb: ClimbFile) -> Table:
         " figures are optimistic. They tell which rung to keep, not how fast the top is."
     )
     return Table(
-        title="Rungs, in the order of the climb",
-        head=head,
-        rows=tuple(rows),
+        "Rungs, in the order of the climb",
+        head,
+        rows,
         numeric=(1, 2, 3, 4, 5),
         note=note if rows else "n/a: no rung was tried.",
     )

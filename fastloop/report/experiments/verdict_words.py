@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from fastloop.records.experiment import ArmResult, Comparison, Gate, Hardware, Outcome
-from fastloop.report.drawing.document import Table
-from fastloop.report.drawing.svg import printable
+from fastloop.records.experiment import ArmResult, Comparison, Gate, Hardware, Outcome, choose_digits
+from fastloop.report.drawing.document import Table, printable
 
 WORDS = ("FASTER", "NO DIFFERENCE", "INCONCLUSIVE", "INSUFFICIENT", "SLOWER", "PARITY FAILED", "FAILED")
 """The best first."""
@@ -25,6 +24,18 @@ def describe_hardware(hardware: Hardware) -> tuple[str, ...]:
     first = named if hardware.devices is None else f"{hardware.devices}x {named}"
     known = [(name, getattr(hardware, name)) for name in VERSIONS]
     return (first, *(f"{name} {version}" for name, version in known if version is not None))
+
+
+MOST_LINES = 14
+
+
+def lay_out(first: str, kinds: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """At most 14 lines: the first, and the texts of each kind under its name; where there are more, some share one."""
+    shown = [(kind, [text for text in texts if text]) for kind, texts in kinds]
+    while sum(len(texts) for _, texts in shown) > MOST_LINES - 1:
+        longest = max((texts for _, texts in shown), key=len)
+        longest[-2:] = [f"{longest[-2]}; {longest[-1].strip()}"]
+    return put_on_one_line([first, *(f"{kind:<8} {text}" if kind else text for kind, texts in shown for text in texts)])
 
 
 def put_on_one_line(lines: Iterable[str]) -> list[str]:
@@ -60,12 +71,12 @@ def tone(headline: str) -> str:
 
 def times(comparison: Comparison) -> str:
     """The ratio: 1.32x."""
-    return "n/a" if comparison.ratio is None else f"{comparison.ratio:.{_digits(comparison)}f}x"
+    return "n/a" if comparison.ratio is None else f"{comparison.ratio:.{choose_digits(comparison.ci95)}f}x"
 
 
 def between(comparison: Comparison) -> str:
     """The interval of the ratio: 1.29 to 1.35."""
-    ends, digits = comparison.ci95, _digits(comparison)
+    ends, digits = comparison.ci95, choose_digits(comparison.ci95)
     return "n/a" if ends is None else f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
 
 
@@ -82,19 +93,6 @@ def together(comparisons: Sequence[Comparison]) -> str:
         f"{len(comparisons)} arms are judged together: each interval at {level(comparisons[0])}, so that all of them"
         f" hold at once at {100 * (1 - ALPHA):g} %"
     )
-
-
-def _digits(comparison: Comparison) -> int:
-    """Two, or more where rounding would make both ends one, or hide that 1 lies outside."""
-    ends = comparison.ci95
-    if ends is None:
-        return 2
-    outside = ends[0] > 1 or ends[1] < 1
-    for digits in (2, 3):
-        low, high = (f"{end:.{digits}f}" for end in ends)
-        if low != high and not (outside and f"{1:.{digits}f}" in (low, high)):
-            return digits
-    return 4
 
 
 # -- parity in words and as a table: what each gate saw, what would have failed it, what it could have seen ------------
@@ -142,29 +140,21 @@ def share(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def _make_rows(parity: Outcome) -> list[tuple[str, ...]]:
-    """A row of texts for each gate."""
-    return [
-        (gate.name, _PASSED[gate.passed], size(gate, "deviation"), size(gate, "limit"), size(gate, "visible"), gate.why)
-        for gate in parity.gates
-    ]
-
-
 def table(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
     """The gates of several arms or rungs; one whose gates did not run has a row that says why."""
-    found = []
+    found = list[tuple[str, ...]]()
     for name, parity in outcomes:
-        nothing = [("none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why)]
-        found += [(f"{name} ({parity.parity_class})", *row) for row in _make_rows(parity) or nothing]
+        whose_gates = f"{name} ({parity.parity_class})"
+        for gate in parity.gates:
+            figures = (size(gate, "deviation"), size(gate, "limit"), size(gate, "visible"))
+            found.append((whose_gates, gate.name, _PASSED[gate.passed], *figures, gate.why))
+        if not parity.gates:
+            found.append((whose_gates, "none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why))
     note = (
         "Deviation, limit and smallest visible deviation share a unit: of the gradient, the norm of the difference"
         " over the norm of the base's gradient; of the loss, per cent of the base's loss. The ledger (samples of"
         " each step, backwards, optimizer steps, learning rates) is equal or it is not."
     )
     return Table(
-        title="Parity",
-        head=(f"{whose} (class)", *HEAD),
-        rows=tuple(found),
-        numeric=(3, 4, 5),
-        note=note if found else "n/a: no gate ran.",
+        "Parity", (f"{whose} (class)", *HEAD), found, numeric=(3, 4, 5), note=note if found else "n/a: no gate ran."
     )

@@ -14,7 +14,7 @@ LONG_STEPS = ("the mean step is", "took so long that")
 
 
 def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
-    """What to hold against the figures, as one text, without what the findings say; empty where nothing is known."""
+    """What makes the figures doubtful, as one text, without what the findings say; empty where nothing is known."""
     is_named = any(words in finding.why for finding in findings for words in LONG_STEPS)
     caveats = [*seen.state, *_no_trace(seen), *([] if is_named else _uneven(seen)), *_disturbed(seen), *_drifted(seen)]
     return ["; ".join(caveats)] if caveats else []

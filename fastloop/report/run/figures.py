@@ -1,46 +1,44 @@
 """The report's pictures: the step as a bar, the GPU over time, the loss, the kernels, the ranks.
 
-Bars are HTML of the page; curves are drawn for a column of a phone's width and grow with the page.
+Bars are HTML of the page, curves are SVG.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fastloop.records.measurement import Measurement
-from fastloop.report.drawing import svg
 from fastloop.report.drawing.bars import Bar, Chart, Entry, Row, choose_ticks
-from fastloop.report.drawing.document import Picture
+from fastloop.report.drawing.curves import Curve, Line
 from fastloop.report.run.optional_tables import real, sort_by_size
 from fastloop.report.run.ranks import read_ranks
 from fastloop.report.run.summary import STYLES, number, select_known, short
 from fastloop.report.run.tables import cut
 
 LINES = {
-    "nvml_busy_pct": ("NVML busy", "#8f9aa5", ":"),
-    "sm_active_pct": ("SMs active", "#2f6fb5", "-"),
-    "tensor_active_pct": ("tensor cores", "#d9480f", "--"),
-    "dram_active_pct": ("DRAM", "#2a9d74", "-."),
+    "nvml_busy_pct": ("NVML busy", "#8f9aa5", "1 3"),
+    "sm_active_pct": ("SMs active", "#2f6fb5", ""),
+    "tensor_active_pct": ("tensor cores", "#d9480f", "5 3"),
+    "dram_active_pct": ("DRAM", "#2a9d74", "7 3 1 3"),
 }
+"""Label, colour and dashes of each reading."""
+SECONDS = "seconds since the window began"
 LOSS_POINTS = 1000
-TIMELINE_POINTS = 300
 MOST_RANKS = 16
 
 
-def draw(seen: Measurement) -> dict[str, Picture | Chart]:
-    """Every picture that the measurement has numbers for. Never raises: a curve that fails says why."""
-    charts = {"step": chart_step(seen), "kernels": chart_kernels(seen), "ranks": chart_ranks(seen)}
-    curves = {
-        "gpu": svg.draw(
-            "gpu", "The GPU over time", "Utilisation in per cent and watts, once a second.", lambda: draw_gpu(seen)
-        ),
-        "loss": svg.draw(
-            "loss", "Loss", "Loss of each optimizer step; gaps where it was no finite number.", lambda: draw_loss(seen)
-        ),
+def draw(seen: Measurement) -> dict[str, Chart | Curve]:
+    """Every picture that the measurement has numbers for."""
+    made = {
+        "step": chart_step(seen),
+        "gpu": trace_gpu(seen),
+        "watts": trace_watts(seen),
+        "loss": trace_loss(seen),
+        "kernels": chart_kernels(seen),
+        "ranks": chart_ranks(seen),
     }
-    return {name: made for name, made in {**charts, **curves}.items() if made is not None}
+    return {name: picture for name, picture in made.items() if picture is not None}
 
 
 # -- bars -------------------------------------------------------------------------------------------------------------
@@ -146,68 +144,67 @@ def chart_ranks(seen: Measurement) -> Chart | None:
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def draw_gpu(seen: Measurement) -> Any:
-    """Busy shares over time and, below, the board's power; None without a time line."""
-    rows = seen.timeline[:: math.ceil(len(seen.timeline) / TIMELINE_POINTS) or 1]
-    series = {name: [_gap(row.get(name)) for row in rows] for name in (*LINES, "watts")}
-    live = [name for name, values in series.items() if any(map(math.isfinite, values))]
-    if not live:
+def trace_gpu(seen: Measurement) -> Curve | None:
+    """Busy shares over time; None without any."""
+    lines = [
+        Line(points, colour, label, dashes)
+        for name, (label, colour, dashes) in LINES.items()
+        if (points := _read_series(seen, name))
+    ]
+    return _make_curve("Utilization", "% of the time", SECONDS, lines, -2.0, 102.0)
+
+
+def trace_watts(seen: Measurement) -> Curve | None:
+    """The board's power over time; None where it could not be read."""
+    points = _read_series(seen, "watts")
+    high = 1.05 * max((watts for _, watts in points if not math.isnan(watts)), default=0.0) or 1.0
+    return _make_curve("Power", "watts", SECONDS, [Line(points, "#e8a317")] if points else [], 0.0, high, 60)
+
+
+def _make_curve(
+    what: str, title: str, x_label: str, lines: Sequence[Line], low: float, high: float, inner_height: int = 180
+) -> Curve | None:
+    if not lines:
         return None
-    figure = svg.canvas(svg.COLUMN, 290)
-    seconds = [_gap(row.get("t_s")) for row in rows]
-    marker = "o" if len(rows) < 3 else ""
-    low = 0.36 if "watts" in live else 0.13
-    if live != ["watts"]:
-        axes = _panel(figure, low, 0.82 - low, "% of the time")
-        axes.set(ylim=(-2, 102), yticks=(0, 25, 50, 75, 100))
-        for name in [name for name in live if name in LINES]:
-            label, colour, dash = LINES[name]
-            axes.plot(seconds, series[name], dash, marker=marker, color=colour, label=label)
-        figure.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.0, 1.0), borderaxespad=0, handlelength=2.2)
-    if "watts" in live:
-        axes = _panel(figure, 0.12, 0.14 if live != ["watts"] else 0.7, "watts")
-        axes.plot(seconds, series["watts"], marker=marker, color="#e8a317")
-        axes.set_ylim(bottom=0)
-    for axes in figure.axes[:-1]:
-        axes.sharex(figure.axes[-1])
-        axes.tick_params(labelbottom=False)
-    figure.axes[-1].set_xlabel("seconds since the window began", fontsize=10, alpha=0.7)
-    return figure
+    return Curve(
+        alt_text=f"{what} in {title} over {x_label}.",
+        lines=tuple(lines),
+        title=title,
+        x_label=x_label,
+        low=low,
+        high=high,
+        inner_height=inner_height,
+    )
 
 
-def _panel(figure: Any, low: float, height: float, title: str) -> Any:
-    axes = figure.add_axes((0.1, low, 0.87, height))
-    axes.set_title(title, loc="left", fontsize=10, alpha=0.7)
-    axes.grid(axis="y")
-    return axes
+def _read_series(seen: Measurement, name: str) -> tuple[tuple[float, float], ...]:
+    """Seconds and values of one reading, NaN where it has a gap; nothing where it was never read."""
+    readings = [(real(row.get("t_s")), real(row.get(name))) for row in seen.timeline]
+    points = [(seconds, math.nan if value is None else value) for seconds, value in readings if seconds is not None]
+    return tuple(points) if any(not math.isnan(value) for _, value in points) else ()
 
 
-def _gap(value: Any) -> float:
-    """A number, or NaN: a gap in the line."""
-    found = real(value)
-    return math.nan if found is None else found
-
-
-def thin_out(values: Sequence[float], most: int = LOSS_POINTS) -> list[tuple[int, float]]:
+def thin_out(values: Sequence[float]) -> list[tuple[int, float]]:
     """Index and value of at most so many points; NaN where any value that the point stands for was no finite number."""
-    stride = math.ceil(len(values) / most) or 1
+    stride = math.ceil(len(values) / LOSS_POINTS) or 1
     runs = ((start, values[start : start + stride]) for start in range(0, len(values), stride))
     return [(start, run[0] if all(map(math.isfinite, run)) else math.nan) for start, run in runs]
 
 
-def draw_loss(seen: Measurement) -> Any:
-    """The loss over optimizer steps, with a red tick where it was no finite number; None for less than two losses."""
-    points = [(index * seen.loss_every, value) for index, value in thin_out(seen.loss)]
+def trace_loss(seen: Measurement) -> Curve | None:
+    """The loss over optimizer steps, with a cross where it was no finite number; None for less than two losses."""
+    points = tuple((index * seen.loss_every, value) for index, value in thin_out(seen.loss))
     if len(points) < 2:
         return None
-    lost = [at for at, value in points if math.isnan(value)]
-    figure = svg.canvas(svg.COLUMN, 290)
-    axes = figure.add_axes((0.13, 0.13, 0.84, 0.78 if lost else 0.85))
-    steps, values = [at for at, _ in points], [value for _, value in points]
-    axes.plot(steps, values, color="#2f6fb5", marker="o" if len(points) < 40 else "", markersize=3)
-    if lost:
-        axes.plot(lost, [0.02] * len(lost), "|", color="#d9480f", markersize=9, transform=axes.get_xaxis_transform())
-        axes.set_title(f"| not finite ({len(lost)} of {len(points)} points)", loc="left", fontsize=10, color="#d9480f")
-    axes.grid(axis="y")
-    axes.set_xlabel("optimizer step", fontsize=10, alpha=0.7)
-    return figure
+    lost = tuple((step, "#d9480f") for step, loss in points if math.isnan(loss))
+    finite = [loss for _, loss in points if not math.isnan(loss)] or [0.0]
+    room = 0.05 * (max(finite) - min(finite)) or 0.05 * abs(finite[0]) or 1.0
+    return Curve(
+        alt_text="Loss of each optimizer step; gaps where it was no finite number.",
+        lines=(Line(points, "#2f6fb5"),),
+        title=f"loss; x: not finite ({len(lost)} of {len(points)} points)" if lost else "loss",
+        x_label="optimizer step",
+        low=min(finite) - room * (3 if lost else 1),
+        high=max(finite) + room,
+        lost=lost,
+    )

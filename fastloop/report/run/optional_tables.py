@@ -6,7 +6,7 @@ A table is left out where nothing of it was measured; ``missing`` then says why,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
@@ -56,11 +56,11 @@ def tabulate_gpu(seen: Measurement) -> Table:
     """Means of the GPU's counters over the window; no rows where none could be read."""
     head = ("reading", "mean over the window")
     if all(seen.gpu.get(name) in (None, [], ()) for name in (*GPU, "throttle")):
-        return Table(title="The GPU", head=head, rows=())
-    rows = [(label, short(real(seen.gpu.get(name)), unit)) for name, (label, unit) in GPU.items()]
+        return Table("The GPU", head, ())
+    rows = [(label, short(seen.gpu.get(name), unit)) for name, (label, unit) in GPU.items()]
     reasons = seen.gpu.get("throttle")
     rows.append(("throttle reasons seen", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
-    return Table(title="The GPU", head=head, rows=tuple(rows), numeric=(1,))
+    return Table("The GPU", head, rows, numeric=(1,))
 
 
 def tabulate_work(seen: Measurement) -> Table:
@@ -76,8 +76,8 @@ def tabulate_work(seen: Measurement) -> Table:
         (f"MFU of {dtype}, by the data sheet", _format_mfu(seen, "dtype_in_use", "dtype_tflop_per_s", least)),
         ("MFU of bf16, by the data sheet", _format_mfu(seen, "datasheet", "datasheet_tflop_per_s", least)),
         ("MFU of a bf16 product measured here", _format_mfu(seen, "measured_peak", "measured_tflop_per_s", least)),
-        ("DRAM rate by the data sheet", short(real(seen.peaks.get("dram_tb_per_s")), "TB/s")),
-        ("DRAM rate of a copy measured here", short(real(seen.peaks.get("measured_copy_tb_per_s")), "TB/s")),
+        ("DRAM rate by the data sheet", short(seen.peaks.get("dram_tb_per_s"), "TB/s")),
+        ("DRAM rate of a copy measured here", short(seen.peaks.get("measured_copy_tb_per_s"), "TB/s")),
         ("tokens per second, all ranks", short(seen.tokens_per_s)),
         ("tokens per second without padding", short(seen.unpadded_tokens_per_s)),
         ("energy of the board per sample", short(seen.joule_per_sample, "J") + error),
@@ -96,13 +96,7 @@ def tabulate_work(seen: Measurement) -> Table:
         "At least: some operators could not be counted." if least else "",
         f"Not measured{where}: {'; '.join(absent)}." if rows and absent else "",
     ]
-    return Table(
-        title="Work and energy",
-        head=("what", "value"),
-        rows=tuple(rows),
-        numeric=(1,),
-        note=" ".join(filter(None, notes)),
-    )
+    return Table("Work and energy", ("what", "value"), rows, numeric=(1,), note=" ".join(filter(None, notes)))
 
 
 def _add_bound(text: str, least: str) -> str:
@@ -141,19 +135,13 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
     )
     note = f"{note[:1].upper()}{note[1:]}. Families are unions over streams; families without time are left out."
     longest = [
-        (cut(str(kernel.get("name"))), number(real(kernel.get("ms")), ",.3f"))
+        (cut(str(kernel.get("name"))), number(kernel.get("ms"), ",.3f"))
         for kernel in traced.get("top") or ()
         if isinstance(kernel, Mapping)
     ]
     return [
-        Table(
-            title="Kernels, from the trace",
-            head=("family", "ms a step", "% of step"),
-            rows=tuple(rows),
-            numeric=(1, 2),
-            note=note,
-        ),
-        Table(title="The longest kernels", head=("kernel", "ms a step"), rows=tuple(longest), numeric=(1,)),
+        Table("Kernels, from the trace", ("family", "ms a step", "% of step"), rows, numeric=(1, 2), note=note),
+        Table("The longest kernels", ("kernel", "ms a step"), longest, numeric=(1,)),
     ]
 
 
@@ -168,20 +156,15 @@ def tabulate_syncs(seen: Measurement) -> Table:
         (
             str(sync.get("where") or "n/a"),
             str(sync.get("what") or "n/a"),
-            short(real(sync.get("per_step"))),
-            short(real(sync.get("ms_per_step"))),
+            short(sync.get("per_step")),
+            short(sync.get("ms_per_step")),
             str(sync.get("instead") or "n/a"),
         )
         for sync in seen.syncs
     ]
     if not rows and (hunted := count_hunted_steps(seen)):
         rows = [("none found", f"in {count_steps(hunted)}", "0", "0", "-")]
-    return Table(
-        title="Synchronisations",
-        head=("where", "what", "per step", "ms a step", "write instead"),
-        rows=tuple(rows),
-        numeric=(2, 3),
-    )
+    return Table("Synchronisations", ("where", "what", "per step", "ms a step", "write instead"), rows, numeric=(2, 3))
 
 
 def tabulate_ceilings(seen: Measurement) -> Table:
@@ -191,9 +174,9 @@ def tabulate_ceilings(seen: Measurement) -> Table:
     if rows:
         rows.insert(0, ("this run", number(seen.samples_per_s)))
     return Table(
-        title="Ceilings",
-        head=("if", "samples/s"),
-        rows=tuple(rows),
+        "Ceilings",
+        ("if", "samples/s"),
+        rows,
         numeric=(1,),
         note="Each from a trial in a fresh process; upper bounds." if rows else "",
     )
@@ -201,7 +184,7 @@ def tabulate_ceilings(seen: Measurement) -> Table:
 
 def tabulate_hooks(seen: Measurement) -> Table:
     rows = [(cut(name), number(ms, ",.3f")) for name, ms in sort_by_size(seen.hooks_ms)]
-    return Table(title="The slowest hooks", head=("hook", "host ms a step"), rows=tuple(rows), numeric=(1,))
+    return Table("The slowest hooks", ("hook", "host ms a step"), rows, numeric=(1,))
 
 
 def tabulate_ranks(seen: Measurement) -> Table:
@@ -220,42 +203,35 @@ def tabulate_ranks(seen: Measurement) -> Table:
         for rank in found
     ]
     head = ("rank", "host", "step ms", *(STYLES[part].label for part in shown), *(["ended by"] if has_ends else []))
-    return Table(title="Ranks", head=head, rows=tuple(rows), numeric=tuple(range(2, 3 + len(shown))))
+    return Table("Ranks", head, rows, numeric=tuple(range(2, 3 + len(shown))))
 
 
 def tabulate_drift(seen: Measurement) -> Table:
     rows = [
         (
-            short(real(check.get("at_s")), "s"),
+            short(check.get("at_s"), "s"),
             str(check.get("step", "n/a")),
-            number(real(check.get("step_ms")), ",.2f"),
-            number(real(check.get("change_pct")), "+,.1f"),
+            number(check.get("step_ms"), ",.2f"),
+            number(check.get("change_pct"), "+,.1f"),
             str(check.get("why") or ""),
         )
         for check in seen.drift
     ]
-    return Table(
-        title="Later checks of the step",
-        head=("after", "step", "step ms", "change %", "with"),
-        rows=tuple(rows),
-        numeric=(1, 2, 3),
-    )
+    return Table("Later checks of the step", ("after", "step", "step ms", "change %", "with"), rows, numeric=(1, 2, 3))
 
 
 def list_missing(seen: Measurement) -> list[str]:
     """What was not measured, and why or how it would be."""
     skipped = (seen.kernels or {}).get("skipped")
-    absent: Sequence[tuple[bool, str]] = (
-        (not tabulate_gpu(seen).rows, "GPU counters: no NVIDIA GPU that could be read"),
-        (not tabulate_work(seen).rows, f"work and energy: {seen.flops.get('why') or 'not counted in this run'}"),
-        (
-            not tabulate_kernels(seen),
-            f"kernel families and the idle split: {skipped or 'no trace window (watch.trace_steps)'}",
-        ),
-        (not tabulate_syncs(seen).rows, "synchronisations: none listed; fastloop diagnose --syncs looks for them"),
-        (not tabulate_ceilings(seen).rows, "ceilings: no trials; fastloop headspace runs them"),
-    )
-    return [text for is_absent, text in absent if is_absent]
+    how = {
+        "The GPU": "GPU counters: no NVIDIA GPU that could be read",
+        "Work and energy": f"work and energy: {seen.flops.get('why') or 'not counted in this run'}",
+        "Kernels, from the trace": f"kernel families and idle time: {skipped or 'no trace window (watch.trace_steps)'}",
+        "Synchronisations": "synchronisations: none listed; fastloop diagnose --syncs looks for them",
+        "Ceilings": "ceilings: no trials; fastloop headspace runs them",
+    }
+    shown = {table.title for table in tabulate_all(seen)}
+    return [text for title, text in how.items() if title not in shown]
 
 
 def real(value: Any) -> float | None:

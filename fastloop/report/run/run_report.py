@@ -10,7 +10,8 @@ from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.bars import Chart
-from fastloop.report.drawing.document import Card, Document, Picture, Section, Table, Tile
+from fastloop.report.drawing.curves import Curve
+from fastloop.report.drawing.document import Card, Document, Section, Table, Tile
 from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.caveats import list_caveats
 from fastloop.report.run.summary import number, short
@@ -93,11 +94,11 @@ def _titled(table: Table, *, is_narrow: bool = False) -> Section:
     return Section(title=table.title, table=table, is_narrow=is_narrow)
 
 
-def _narrow(seen: Measurement, pictures: Mapping[str, Picture | Chart]) -> list[Section]:
+def _narrow(seen: Measurement, pictures: Mapping[str, Chart | Curve]) -> list[Section]:
     """Pictures and tables that stand beside each other on a screen."""
-    drawn = {key: (pictures[key],) for key in ("gpu", "loss", "kernels", "ranks") if key in pictures}
+    drawn = {key: (picture,) for key, picture in pictures.items()}
     return [
-        Section(title="The GPU over time", pictures=drawn.get("gpu", ()), is_narrow=True),
+        Section(title="The GPU over time", pictures=drawn.get("gpu", ()) + drawn.get("watts", ()), is_narrow=True),
         Section(title="Loss", pictures=drawn.get("loss", ()), notes=tables.describe_losses(seen), is_narrow=True),
         Section(title="Kernels and idle time", pictures=drawn.get("kernels", ()), is_narrow=True),
         Section(title="The ranks' steps", pictures=drawn.get("ranks", ()), is_narrow=True),
@@ -159,14 +160,13 @@ def _findings(
 
 def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
     """What the head of the report does not say already: the first one's reason and ceiling stand there."""
-    bound = tables.describe_bound(finding, seen)
     return Card(
         name="" if finding.bottleneck == "none" else finding.bottleneck,
         title=_to_sentence(title),
         share="" if finding.share_pct is None else f"{number(finding.share_pct)} % of the step",
         why="" if is_first else _capitalize(finding.why),
         detail=tuple(line for _, line in tables.list_details([finding], seen)),
-        bound="" if has_ceiling or bound == "n/a" else bound,
+        bound="" if has_ceiling else summary.describe_ceiling(finding, seen) or "",
         patch=dump_yaml(dict(finding.patch)).rstrip() if finding.patch else "",
     )
 

@@ -163,7 +163,7 @@ def _flatten(text: str) -> str:
 
 
 def write_headline(seen: Measurement, titles: Sequence[str], name: str = "", alarms: Sequence[str] = ()) -> str:
-    """The first line: what holds the loop up, of which run, measured over which steps, and what to hold against it.
+    """The first line: the bottleneck, the run, the measured steps, and what makes them doubtful.
 
     Args:
         alarms: figures that must not be overlooked, see ``Finding.alarm``.

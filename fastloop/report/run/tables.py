@@ -27,7 +27,7 @@ def tabulate_step(seen: Measurement) -> Table:
         ("ended", "early: the fit did not end normally; these are partial figures" if seen.partial else "normally"),
         ("step time, mean", number(times.get("mean"), ",.3f", "ms")),
         ("median (p10 to p90)", f"{number(times.get('median'), ',.3f', 'ms')} ({spread})"),
-        ("of which waiting for data", number(seen.parts_ms.get("data_wait"), ",.3f", "ms")),
+        ("of that, waiting for data", number(seen.parts_ms.get("data_wait"), ",.3f", "ms")),
         ("samples per second, all ranks", number(seen.samples_per_s)),
         ("samples per step, all ranks", number(seen.global_batch, ",d")),
         ("samples per loader batch, one rank", number(seen.micro_batch, ",d")),
@@ -39,7 +39,7 @@ def tabulate_step(seen: Measurement) -> Table:
         ("peak device memory", number(seen.peak_gib, ",.2f", "GiB")),
         ("watching cost", number(seen.watch_us_per_step, unit="us a step")),
     ]
-    return Table(title="The step", head=("what", "value"), rows=tuple(rows))
+    return Table("The step", ("what", "value"), rows)
 
 
 def tabulate_parts(seen: Measurement) -> Table:
@@ -63,11 +63,7 @@ def tabulate_parts(seen: Measurement) -> Table:
         " run beside it and are never added to it."
     )
     return Table(
-        title="The parts of the step",
-        head=("part", "device ms", "% of step", "host ms"),
-        rows=tuple(rows),
-        numeric=(1, 2, 3),
-        note=note,
+        "The parts of the step", ("part", "device ms", "% of step", "host ms"), rows, numeric=(1, 2, 3), note=note
     )
 
 
@@ -102,7 +98,7 @@ def tabulate_one_time(seen: Measurement) -> Table:
     note = "Of the whole fit, warm-up included. In no figure of the step."
     if again is not None:
         note = f"Compiles went on through the timed steps, and {short(again, 'ms')} of each are theirs (host, other)."
-    return Table(title="One-time costs", head=("cause", "seconds"), rows=tuple(rows), numeric=(1,), note=note)
+    return Table("One-time costs", ("cause", "seconds"), rows, numeric=(1,), note=note)
 
 
 def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str, str]]:
@@ -110,23 +106,11 @@ def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str,
     return [(finding.bottleneck, line) for finding in found for line in finding.detail if line not in seen.state]
 
 
-def describe_bound(finding: Finding, seen: Measurement) -> str:
-    """A finding's ceiling: the rate, or its share alone where no rate was measured."""
-    if finding.ceiling_gain_pct is None or not math.isfinite(finding.ceiling_gain_pct):
-        return "n/a"
-    kind = "estimate, not measured" if finding.ceiling_is_estimate else "measured"
-    rate = "" if seen.samples_per_s is None else f", {short(seen.samples_per_s * (1 + finding.ceiling_gain_pct / 100))}"
-    return f"at most +{number(finding.ceiling_gain_pct, ',.0f', '%')}{rate and f'{rate} samples/s'} ({kind})"
-
-
 def tabulate_rungs(verdicts: Sequence[Verdict]) -> Table:
     took = {True: "yes", False: "no", None: "unknown"}
     rows = [(verdict.rung, took[verdict.took], verdict.why, verdict.parity_class) for verdict in verdicts]
     return Table(
-        title="Rungs",
-        head=("rung", "took", "evidence", "parity class"),
-        rows=tuple(rows),
-        note="" if rows else "None is switched on.",
+        "Rungs", ("rung", "took", "evidence", "parity class"), rows, note="" if rows else "None is switched on."
     )
 
 
@@ -168,7 +152,7 @@ def tabulate_environment(record: Environment) -> Table:
         ("commit", f"{record.commit or 'n/a'}{changes}"),
         *((name, str(version)) for name, version in (record.versions or {}).items()),
     ]
-    return Table(title="Where it ran", head=("what", "value"), rows=tuple(rows))
+    return Table("Where it ran", ("what", "value"), rows)
 
 
 def cut(name: str, most: int = NAME_LETTERS) -> str:

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,15 +176,22 @@ def test_what_the_first_step_compiled_is_not_extrapolated(
     assert progress(compiled, monkeypatch, capsys) == ["step 6 of 100, about 94 s left"]
 
 
-def test_the_rate_is_that_since_the_last_line(
+def test_the_rate_is_that_of_the_last_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow_then_fast = [(100.0, 0), (110.0, 1), (115.0, 51), (120.0, 76)]
     assert progress(slow_then_fast, monkeypatch, capsys) == [
         "step 1 of 100, about 990 s left",
-        "step 51 of 100, about 5 s left",
-        "step 76 of 100, about 5 s left",
+        "step 51 of 100, about 14 s left",
+        "step 76 of 100, about 6 s left",
     ]
+
+
+def test_lines_get_rare_and_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    every_second = [(float(step), step) for step in range(1, 1801)]
+    said = [int(line.split()[1]) for line in progress(every_second, monkeypatch, capsys, max_steps=9999)]
+    gaps = [later - earlier for earlier, later in pairwise(said)]
+    assert gaps == sorted(gaps) and (gaps[0], gaps[-1]) == (5, 60) and len(said) < 60
 
 
 def test_a_resumed_run_counts_its_own_steps(

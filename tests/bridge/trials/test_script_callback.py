@@ -366,3 +366,23 @@ def test_checkpoints_hold_nothing_of_it(orders: Orders, tmp_path: Path) -> None:
     fits.save_checkpoint(tmp_path / "end.ckpt")
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
     assert saved["callbacks"] == {} and "fastloop" not in str(saved.keys()).lower()
+
+
+# -- the runs of one arm ----------------------------------------------------------------------------------------------
+
+
+def test_runs_of_a_script_with_a_seed_of_its_own_are_different_runs(orders: Orders) -> None:
+    """For both arms alike, and from the same weights: run-0 is the script's, run-1 shuffles otherwise."""
+    ends = []
+    for offset in (None, 0, 1, 1, 2):
+        for name in ("claim", "trained"):
+            (orders.place / name).unlink(missing_ok=True)
+        if offset is not None:
+            orders(seed_offset=offset)
+        torch.manual_seed(5)
+        model = models.Regression()
+        fitted = models.trainer(max_steps=4) if offset is None else trainer(max_steps=4)
+        fitted.fit(model, models.loader(shuffle=True))
+        ends.append([each.tolist() for each in model.parameters()])
+    plain, same, other, again, third = ends
+    assert plain == same and other == again and plain != other != third != plain

@@ -137,7 +137,7 @@ def test_without_a_window_nothing_is_compared() -> None:
 
 
 def test_memory_that_creeps_is_warned_of_with_what_keeps_it(fit: Fit) -> None:
-    fit.later._name_keeper = lambda: ": Net.kept"
+    fit.later._name_holder = lambda: ": Net.kept"
     taken = 0
     for _ in range(4):
         taken += 2**30

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.watch.phases import BODY, Marks
-from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, FindSyncs, HuntSyncs, Trace
+from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, HuntSyncs, Trace
 from fastloop.evidence.clock.step_clock import Clock
 from tests.bridge.watch.made_up import CPU, forget_compiles
 
@@ -133,15 +133,6 @@ def test_a_step_without_work_is_counted_again_and_one_with_it_is_not(marks: Mark
     assert look.found["per_sample"] == BY_HAND, "what was seen before is not added"
     look.begin()
     assert marks.around_work is None, "it is known"
-
-
-def test_on_the_cpu_nothing_synchronises() -> None:
-    look = FindSyncs()
-    look.begin()
-    torch.ones(()).item()
-    look.end()
-    look.end()
-    assert look.found == ()
 
 
 class Module:

@@ -116,13 +116,6 @@ class Without:
         raise self.error  # type: ignore[misc]
 
 
-def test_a_store_that_cannot_be_asked_is_waited_for_briefly(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Ranks(trainer(0, 3)), Ranks(trainer(1, 3))
-    second.gather({})
-    first._store = Without(first._store, "check")
-    assert [record["rank"] for record in first.gather({}, limit_s=0.1)] == [0, 1] and first.missing == (2,)
-
-
 def test_a_store_that_fails_hurts_nobody(store: Any) -> None:
     gone = ConnectionError("Connection reset by peer")
     first, second = Ranks(trainer(0)), Ranks(trainer(1))

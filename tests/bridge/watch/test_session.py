@@ -423,6 +423,7 @@ def test_a_crowded_machine_is_named(share: float | None, said: bool, monkeypatch
     assert loop.measurement is not None
     named = [each for each in loop.measurement.state if "waited for a CPU for about 40 % of the time" in each]
     assert bool(named) is said
+    assert ("cpu" in loop.measurement.evidence) is said
 
 
 # -- the garbage collector --------------------------------------------------------------------------------------------

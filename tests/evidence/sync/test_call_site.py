@@ -24,7 +24,7 @@ METRICS = (f"{PACKAGES}/torchmetrics/metric.py", "torchmetrics.metric", "forward
 LIBRARY = (os.path.join(os.path.dirname(os.__file__), "functools.py"), "functools", "wrapper")
 RECIPE = (f"{PACKAGES}/fastloop/_shipped/recipes/gpt2.py", "recipes.gpt2", "forward")
 OURS = (f"{PACKAGES}/fastloop/rungs/batch.py", "fastloop.rungs.batch", "split")
-FEED = (f"{PACKAGES}/fastloop/feeds/lower_precision.py", "fastloop.feeds.lower_precision", "cast")
+FEED = (f"{PACKAGES}/fastloop/feeds/loss/padding.py", "fastloop.feeds.loss.padding", "cast")
 CALLS = (f"{PACKAGES}/fastloop/feeds/compiled_calls.py", "fastloop.feeds.compiled_calls", "call")
 TREE = (f"{PACKAGES}/fastloop/feeds/batch_tree.py", "fastloop.feeds.batch_tree", "tensors")
 APPLIER = (f"{PACKAGES}/fastloop/bridge/apply/applier.py", "fastloop.bridge.apply.applier", "to_device")
@@ -107,9 +107,9 @@ def test_whose_line_it_is(frames: tuple[Frame, ...], where: str, users: bool) ->
 @pytest.mark.parametrize(
     ("frames", "where", "inside"),
     [
-        ((SCRIPT, FIT, LOOP, USER, FEED, TORCH), "project/train.py:3", "fastloop's own rung amp"),
-        ((SCRIPT, FIT, APPLIER, LOOP, USER, METRICS, FEED), "project/train.py:3", "fastloop's own rung amp"),
-        ((SCRIPT, FIT, LOOP, APPLIER, FEED, TORCH), "fastloop's own rung amp", None),
+        ((SCRIPT, FIT, LOOP, USER, FEED, TORCH), "project/train.py:3", "fastloop's own rung loss"),
+        ((SCRIPT, FIT, APPLIER, LOOP, USER, METRICS, FEED), "project/train.py:3", "fastloop's own rung loss"),
+        ((SCRIPT, FIT, LOOP, APPLIER, FEED, TORCH), "fastloop's own rung loss", None),
     ],
 )
 def test_no_file_of_ours_is_a_culprit(frames: tuple[Frame, ...], where: str, inside: str | None) -> None:

@@ -144,24 +144,6 @@ def test_an_error_while_noting_does_not_reach_the_step(cuda: Cuda, monkeypatch: 
     assert calls == [1, 1] and marks.result() == ()
 
 
-def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = warnings.showwarning
-    with SyncMarks() as marks:
-        assert warnings.showwarning is before
-    assert marks.result() == () and marks.why is not None and "CUDA" in marks.why
-
-
-def test_a_build_without_the_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1 / 0)
-    before, filters = warnings.showwarning, list(warnings.filters)
-    with SyncMarks() as marks:
-        says_nothing = marks.why
-    assert says_nothing is not None and "division" in says_nothing
-    assert warnings.showwarning is before and warnings.filters == filters
-
-
 def test_nothing_that_compiled_code_guards_on_changes(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, marks = [], SyncMarks()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Dynamo asks, too

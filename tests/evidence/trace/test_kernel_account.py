@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.trace_parts import read_parts
 from fastloop.errors import FastLoopError
 from fastloop.evidence.trace import kernel_account
 from fastloop.records.measurement import FAMILIES
@@ -64,7 +65,7 @@ def test_a_wait_that_the_device_does_not_notice_costs_nothing() -> None:
     assert found["step_ms"] == pytest.approx(10) and found["busy_ms"] == pytest.approx(10)
     assert sum(found["idle_ms"].values()) == pytest.approx(0)
     # The device gets to the marks late; the same trace without that lead starves for 6 ms.
-    assert kernel_account.parts(made.trace())["parts_ms"] == pytest.approx({"data_wait": 0, "forward": 10})
+    assert read_parts(made.trace())["parts_ms"] == pytest.approx({"data_wait": 0, "forward": 10})
 
 
 def test_streams_at_the_same_time_count_once() -> None:
@@ -266,19 +267,19 @@ def test_a_closure_s_forward_and_backward_lie_inside_the_optimizer() -> None:
 
 
 def test_parts_are_what_events_would_read() -> None:
-    found = kernel_account.parts(exchanging(7000).trace())
+    found = read_parts(exchanging(7000).trace())
     assert found["step_ms"] == pytest.approx(10) and found["steps"] == 2
     # The mark behind the forward is reached at 1.0, the one behind the backward at 8.0, by the host after the exchange.
     assert found["parts_ms"] == pytest.approx({"forward": 1, "backward": 7, "optimizer": 2})
     assert found["between_ms"] == pytest.approx(0)
-    starved = kernel_account.parts(starving().trace())["parts_ms"]
+    starved = read_parts(starving().trace())["parts_ms"]
     assert starved == pytest.approx({"data_wait": 6, "forward": 4})
 
 
 def test_parts_and_what_lies_between_them_are_the_step() -> None:
     made = exchanging(7000)
     made.events = [event for event in made.events if event["name"] != "fastloop/optimizer"]
-    found = kernel_account.parts(made.trace())
+    found = read_parts(made.trace())
     assert found["between_ms"] == pytest.approx(2)
     assert sum(found["parts_ms"].values()) + found["between_ms"] == pytest.approx(found["step_ms"])
 
@@ -302,7 +303,7 @@ def test_only_so_many_steps() -> None:
 def test_without_steps_there_is_no_account(drop: str) -> None:
     made = starving()
     made.events = [event for event in made.events if not event["name"].startswith(drop)]
-    for account in (kernel_account.read, kernel_account.parts):
+    for account in (kernel_account.read, read_parts):
         with pytest.raises(FastLoopError, match="without a whole step"):
             account(made.trace())
 

@@ -81,19 +81,6 @@ def test_a_tool_of_nvidia_s(monkeypatch: pytest.MonkeyPatch, name: str, tool: st
 
 
 @pytest.mark.parametrize(
-    ("preloaded", "attached"),
-    [
-        ("/opt/nsight-compute/libx.so", True),
-        ("/usr/lib/libTreeLauncherTargetInjection.so", True),
-        ("/usr/lib/libjemalloc.so.2", False),
-    ],
-)
-def test_a_preloaded_library(monkeypatch: pytest.MonkeyPatch, preloaded: str, attached: bool) -> None:
-    monkeypatch.setenv("LD_PRELOAD", preloaded)
-    assert ("LD_PRELOAD" in str(in_use(cuda=True))) == attached
-
-
-@pytest.mark.parametrize(
     ("maps", "attached"),
     [
         ("7f00-7f01 r-xp 00000000 08:01 12 /opt/nvidia/nsight-systems/target/libToolsInjection64.so\n", True),

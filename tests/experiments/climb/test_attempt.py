@@ -19,7 +19,7 @@ from fastloop.records.store import to_json
 from tests.experiments.climb.test_prediction import AMP, WORKERS, scene
 from tests.experiments.simulated_runner import Disturbed, Machine, SimulatedRunner
 
-KNOWN_SPREAD = Pool().plus_runs((100.0, 101.0, 99.5, 100.4, 99.2, 100.9))
+KNOWN_SPREAD = Pool(squares=0.00027, dof=5)
 
 SHAPE = {
     "rung",
@@ -212,7 +212,7 @@ def test_noise_is_not_kept() -> None:
     for number in range(40):
         runner = _Promises(Machine(noise=0.02), str(number))
         here = scene(runner, {"workers": {"enabled": True}})
-        pool = Pool().plus_runs((100.0, 102.0, 98.0, 101.0, 97.0, 103.0))
+        pool = Pool(squares=0.0027, dof=5)
         row = make_attempt(
             type(here)(runner=runner, known=here.known, warmup=20, start_s=12.0, pool=pool), AMP, f"{number}-x"
         )

@@ -177,6 +177,17 @@ def test_draws_of_two_trials_differ(script: Path, tmp_path: Path) -> None:
     assert len(drawn) == 6
 
 
+def test_a_script_that_seeds_nothing_begins_with_the_seed_of_its_run(script: Path, tmp_path: Path) -> None:
+    script.write_text("import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())")
+    said = []
+    for seed in ("3", "3", "4"):
+        place = tmp_path / str(len(said))
+        place.mkdir()
+        supervise([sys.executable, str(script)], place, env={**environment(os.environ), "PL_GLOBAL_SEED": seed})
+        said.append((place / "stdout.txt").read_text())
+    assert said[0] == said[1] and not set(said[1].split()) & set(said[2].split())
+
+
 def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preloaded, "_server", None)

@@ -304,6 +304,6 @@ def test_steps_as_the_beat_says(beat: str | None, steps: tuple[int | None, int |
 
 def test_the_last_lines_are_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "err"
-    path.write_bytes(b"first\n" + b"\xff\x1b[31mred\x1b[0m\r 10%|x\r\n\n" + b"last \xc3\xa4\n")
-    assert last_lines(path, 3) == "\ufffdred\n 10%|x\nlast ä"
+    path.write_bytes(b"first\n" + 9 * b"x\n" + b"\xff\x1b[31mred\x1b[0m\r 10%|x\r\n\n" + b"last \xc3\xa4\n")
+    assert last_lines(path) == 9 * "x\n" + "\ufffdred\n 10%|x\nlast ä"
     assert last_lines(tmp_path / "none") == ""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fastloop.feeds import compiled_calls
 from fastloop.feeds.attention import rewriting
 from fastloop.feeds.attention.rewriting import ReplaceAttention
 from fastloop.feeds.compiled_calls import CompiledCall, put_in
@@ -127,6 +128,101 @@ def test_blocks_that_share_a_graph_keep_their_own_scale_and_it_may_change() -> N
         assert distance(run(plain, batch(20)), run(ours, batch(20))) < 1e-13
         plain[0].scale.mul_(3.0), ours[0].scale.mul_(3.0)
     assert replace.replaced == 1
+
+
+class Passed(spellings.Spelling):
+    """The mask comes as an argument: True where a score counts, or how many tokens back."""
+
+    def forward(self, x: torch.Tensor, allowed: Any) -> torch.Tensor:
+        q, k, v = self.split(x)
+        places = torch.arange(x.shape[1])
+        apart = places[:, None] - places
+        if not isinstance(allowed, torch.Tensor):
+            allowed = (apart >= 0) & (apart < allowed)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(~allowed[: x.shape[1], : x.shape[1]], -1e9)
+        return self.join(torch.softmax(scores, dim=-1) @ v)
+
+
+class Biased(spellings.Spelling):
+    """A bias that is all zeros at first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        return self.join(torch.softmax(q @ k.transpose(-2, -1) + self.past[: x.shape[1], : x.shape[1]], dim=-1) @ v)
+
+
+def let_see_ahead(module: Any) -> None:
+    module.past[:, :4] = True
+
+
+def let_see_all(module: Any) -> None:
+    module.past = torch.ones_like(module.past)
+
+
+def narrow(module: Any) -> None:
+    module.given -= 27
+
+
+def pass_another(module: Any) -> None:
+    module.given = torch.ones_like(module.past)
+
+
+CHANGES = [
+    *((spellings.NanoGpt, None, change) for change in (let_see_ahead, let_see_all)),
+    (Biased, None, let_see_ahead),
+    *((Passed, "past", change) for change in (let_see_ahead, pass_another)),
+    (Passed, 30, narrow),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "change"), CHANGES)
+def test_a_mask_may_change_in_training(kind: type[spellings.Spelling], given: Any, change: Any) -> None:
+    torch.manual_seed(0)
+    ours: Any = kind().double()
+    ours.past = torch.zeros_like(ours.past) if kind is Biased else ours.past == 1
+    ours.given = ours.past if given == "past" else given
+    plain = copy.deepcopy(ours)
+    replace = replaced(ours)
+
+    def apart() -> float:
+        one, other = (
+            module(batch(12), *([] if given is None else [module.given])).detach() for module in (plain, ours)
+        )
+        return float((one - other).abs().max())
+
+    assert apart() < 1e-13 and replace.replaced == 1
+    if given == 30:
+        plain.given, ours.given = 29, 29  # from here on it is a number that varies
+        assert apart() < 1e-13
+    change(plain), change(ours)
+    assert apart() < 1e-13
+    assert ours._compiled_call_impl.budgets[True].eager == 0, "a new graph serves the changed mask"
+
+
+def test_blocks_that_share_a_graph_may_change_their_masks_apart() -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(spellings.NanoGpt(), spellings.NanoGpt()).double()
+    plain, replace, codes = copy.deepcopy(ours), ReplaceAttention(ours), dict[Any, Any]()
+    how: Any = {"mode": "eager", "dynamic": None, "passes": [replace], "is_tried": lambda: True}
+    put_in([CompiledCall(module, "block", codes, **how) for module in ours])
+    for place in (None, 1, 0, 1):
+        if place is not None:
+            let_see_ahead(plain[place]), let_see_ahead(ours[place])
+        assert distance(run(plain, batch(20)), run(ours, batch(20))) < 1e-13
+    assert replace.replaced == 2, "one for both, and one for both once their masks change"
+
+
+def test_a_mask_that_is_written_anew_keeps_its_graph_for_a_while() -> None:
+    ours = spellings.NanoGpt().double()
+    replace = replaced(ours)
+    for _ in range(compiled_calls.MOST_LOOKS):
+        run(ours, batch(12))
+        ours.past.copy_(ours.past.clone())
+    run(ours, batch(12))
+    assert replace.replaced == replace.causal == 1
+    ours.past.copy_(ours.past.clone())
+    run(ours, batch(12))
+    assert (replace.replaced, replace.causal) == (2, 1), "to look each time costs more than a mask"
 
 
 def test_under_autocast_types_stay() -> None:

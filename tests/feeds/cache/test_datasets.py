@@ -17,8 +17,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from fastloop.feeds.cache.datasets import CachedImages, list_marked, put_in, read_images, read_marked, take_out
-from fastloop.feeds.cache.keeping import Keeper
 from fastloop.feeds.cache.mapped import open_store
+from fastloop.feeds.cache.sample_cache import SampleCache
 from fastloop.feeds.images.byte_batches import AsBytes
 from tests.feeds.cache.pictures import Arrays, Memory, Unnamed, count_reads, folder, paint, touch
 from tests.feeds.dali.folders import damage
@@ -42,9 +42,9 @@ def one_seed() -> None:
     random.seed(0)
 
 
-def cached(dataset: Any, store: Memory | None = None) -> tuple[CachedImages, Keeper]:
-    keeper = Keeper(store or Memory(), 1.0)
-    return CachedImages(dataset, keeper, read_images(dataset)), keeper
+def cached(dataset: Any, store: Memory | None = None) -> tuple[CachedImages, SampleCache]:
+    cache = SampleCache(store or Memory(), 1.0)
+    return CachedImages(dataset, cache, read_images(dataset)), cache
 
 
 def epochs(dataset: Any, count: int = 3) -> list[Any]:
@@ -60,8 +60,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other))
 
 
-def hits(keeper: Keeper) -> tuple[int, int]:
-    counts = keeper.evidence()
+def hits(cache: SampleCache) -> tuple[int, int]:
+    counts = cache.evidence()
     return counts["hits"], counts["misses"]
 
 
@@ -69,8 +69,8 @@ def hits(keeper: Keeper) -> tuple[int, int]:
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_pictures_are_bit_for_bit_the_users(name: str, suffix: str, tmp_path: Path) -> None:
     plain = folder(tmp_path, transform=TRANSFORMS[name], suffix=suffix)
-    ours, keeper = cached(plain)
-    assert same(epochs(plain), epochs(ours)) and hits(keeper) == (12, 6)
+    ours, cache = cached(plain)
+    assert same(epochs(plain), epochs(ours)) and hits(cache) == (12, 6)
     assert (epochs(ours, 1)[0][0] is not epochs(ours, 1)[0][0]) and same(epochs(plain), epochs(ours))
     other = folder(tmp_path, transform=T.Compose([T.Resize(17), T.ToTensor()]), suffix=suffix)
     assert not same(epochs(other), epochs(ours)), "the control"
@@ -79,10 +79,10 @@ def test_pictures_are_bit_for_bit_the_users(name: str, suffix: str, tmp_path: Pa
 def test_what_is_kept_is_the_picture_after_the_deterministic_steps(tmp_path: Path) -> None:
     sizes = {}
     for name, transform in TRANSFORMS.items():
-        ours, keeper = cached(folder(tmp_path, transform=transform))
+        ours, cache = cached(folder(tmp_path, transform=transform))
         epochs(ours, 1)
-        keeper.share = 1.0
-        (record, *_) = keeper.store.kept.values()  # type: ignore[attr-defined]
+        cache.share = 1.0
+        (record, *_) = cache.store.kept.values()  # type: ignore[attr-defined]
         sizes[name] = len(record)
     assert sizes["random from the start"] > 40 * 30 * 3 > sizes["version 2"] > 24 * 32 * 3 > sizes["nothing random"]
 
@@ -93,8 +93,8 @@ def test_what_a_picture_knows_beside_its_pixels_reaches_an_unknown_transform(tmp
     exif[0x0112] = 6  # lying on its side
     path = plain.samples[0][0]
     Image.open(path).save(path, exif=exif)
-    ours, keeper = cached(plain)
-    assert same(epochs(plain), epochs(ours)) and hits(keeper) == (12, 6)
+    ours, cache = cached(plain)
+    assert same(epochs(plain), epochs(ours)) and hits(cache) == (12, 6)
     assert plain[0][0].shape == (3, 40, 30) and plain[1][0].shape == (3, 30, 40)
 
 
@@ -131,9 +131,9 @@ def test_parts_and_own_datasets(tmp_path: Path) -> None:
     one, two = folder(tmp_path / "one", 4, transform), folder(tmp_path / "two", 3, transform)
     own = Own([path for path, _ in one.samples], transform)
     for plain in (Subset(one, [3, 1, 1, 0]), ConcatDataset([one, two]), Subset(ConcatDataset([one, two]), [6, 0]), own):
-        ours, keeper = cached(plain)
+        ours, cache = cached(plain)
         assert isinstance(ours, type(plain)) and same(epochs(plain), epochs(ours))
-        assert sum(hits(keeper)) == 3 * len(plain) and hits(keeper)[0] >= 2 * len(plain)
+        assert sum(hits(cache)) == 3 * len(plain) and hits(cache)[0] >= 2 * len(plain)
         assert same(plain[-1][1], ours[-1][1])
 
 
@@ -141,16 +141,16 @@ def test_parts_and_own_datasets(tmp_path: Path) -> None:
 def test_through_a_loader_with_workers(workers: int, start: Any, tmp_path: Path) -> None:
     plain = Subset(folder(tmp_path / "pictures", 12, TRANSFORMS["a resize before"]), range(11, -1, -1))
     store = open_store(tmp_path / "store", "a", capacity=10**7, samples=12, info={}, remove=True)
-    keeper = Keeper(store, 1.0)
-    ours = CachedImages(plain, keeper, read_images(plain))
+    cache = SampleCache(store, 1.0)
+    ours = CachedImages(plain, cache, read_images(plain))
 
     def epoch(dataset: Any) -> list[Any]:
         torch.manual_seed(3)
         return list(DataLoader(dataset, 4, num_workers=workers, multiprocessing_context=start))
 
-    assert same(epoch(plain), epoch(ours)) and hits(keeper) == (0, 12)
-    assert same(epoch(plain), epoch(ours)) and hits(keeper) == (12, 12), "counted in all processes"
-    keeper.close()
+    assert same(epoch(plain), epoch(ours)) and hits(cache) == (0, 12)
+    assert same(epoch(plain), epoch(ours)) and hits(cache) == (12, 12), "counted in all processes"
+    cache.close()
     assert not (tmp_path / "store").exists()
 
 
@@ -158,30 +158,30 @@ def test_pictures_that_travel_as_bytes_come_from_the_store(tmp_path: Path) -> No
     plain = Subset(folder(tmp_path, transform=TRANSFORMS["a resize before"]), [3, 1, 0])
     store = Memory()
     epochs(cached(plain, store)[0], 1)
-    ours, keeper = cached(plain, store)
+    ours, cache = cached(plain, store)
     alone, both = AsBytes().wrap(plain), AsBytes().wrap(ours)
     assert same([tuple(each) for each in epochs(alone)], [tuple(each) for each in epochs(both)])
-    assert epochs(both)[0].image.dtype == torch.uint8 and hits(keeper) == (18, 0)
+    assert epochs(both)[0].image.dtype == torch.uint8 and hits(cache) == (18, 0)
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     """Of the same size."""
     plain = folder(tmp_path, transform=T.ToTensor(), suffix="bmp")
-    ours, keeper = cached(plain)
+    ours, cache = cached(plain)
     epochs(ours, 1)
     path = Path(plain.samples[2][0])
     size = path.stat().st_size
     paint(path, 99)
     touch(path)
-    assert path.stat().st_size == size and same(epochs(plain, 1), epochs(ours, 1)) and hits(keeper) == (5, 7)
+    assert path.stat().st_size == size and same(epochs(plain, 1), epochs(ours, 1)) and hits(cache) == (5, 7)
 
 
 def test_another_prefix_misses(tmp_path: Path) -> None:
     store = Memory()
     for side in (24, 20, 24):
-        ours, keeper = cached(folder(tmp_path, transform=T.Compose([T.Resize(side), T.ToTensor()])), store)
+        ours, cache = cached(folder(tmp_path, transform=T.Compose([T.Resize(side), T.ToTensor()])), store)
         assert epochs(ours, 1)[0][0].shape[1] == side
-    assert len(store.kept) == 12 and hits(keeper) == (6, 0)
+    assert len(store.kept) == 12 and hits(cache) == (6, 0)
 
 
 def widen(plain: Any) -> None:
@@ -229,7 +229,7 @@ def test_odd_and_damaged_files_are_what_they_are_without_it(how: str, tmp_path: 
     """D17: the same picture from the store, or the same exception each time, and nothing of it kept."""
     plain = folder(tmp_path, transform=T.ToTensor(), suffix="jpg")
     damage(Path(plain.samples[1][0]), how)
-    ours, keeper = cached(plain)
+    ours, cache = cached(plain)
     outcomes = []
     for dataset in (plain, ours, ours):
         try:
@@ -237,7 +237,7 @@ def test_odd_and_damaged_files_are_what_they_are_without_it(how: str, tmp_path: 
         except Exception as error:
             outcomes.append((type(error), str(error)[:20]))
     assert same(outcomes[0], outcomes[1]) and same(outcomes[0], outcomes[2])
-    assert hits(keeper) == ((0, 0) if how in ("zero bytes", "truncated") else (1, 1)), "the fault fired"
+    assert hits(cache) == ((0, 0) if how in ("zero bytes", "truncated") else (1, 1)), "the fault fired"
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ def test_odd_and_damaged_files_are_what_they_are_without_it(how: str, tmp_path: 
 def kept() -> Iterator[Any]:
     done: list[Any] = []
 
-    def put(dataset: Any, store: Memory | None = None) -> Keeper:
-        keeper = Keeper(store or Memory(), 1.0)
-        done.extend(put_in(dataset, keeper))
-        return keeper
+    def put(dataset: Any, store: Memory | None = None) -> SampleCache:
+        cache = SampleCache(store or Memory(), 1.0)
+        done.extend(put_in(dataset, cache))
+        return cache
 
     yield put
     take_out(done)
@@ -260,11 +260,11 @@ def kept() -> Iterator[Any]:
 def test_marked_methods_are_kept_and_then_are_as_before(kind: Any, tmp_path: Path, kept: Any) -> None:
     data = kind(tmp_path)
     before, attributes = epochs(data), dict(vars(data))
-    keeper = Keeper(Memory(), 1.0)
-    done = put_in(Subset(ConcatDataset([data, data]), range(12)), keeper)
+    cache = SampleCache(Memory(), 1.0)
+    done = put_in(Subset(ConcatDataset([data, data]), range(12)), cache)
     reads = count_reads()
-    assert same(before, epochs(data)) and hits(keeper) == (12, 6) and count_reads() == reads + 6
-    assert put_in(data, keeper) == [], "once"
+    assert same(before, epochs(data)) and hits(cache) == (12, 6) and count_reads() == reads + 6
+    assert put_in(data, cache) == [], "once"
     take_out(done)
     assert vars(data) == attributes and same(before, epochs(data)) and count_reads() == reads + 6 + 18
 
@@ -286,24 +286,24 @@ def test_what_a_transform_changes_in_place_is_not_what_is_kept(tmp_path: Path, k
 
 def test_a_changed_file_or_attribute_is_noticed(tmp_path: Path, kept: Any) -> None:
     data = Arrays(tmp_path)
-    keeper = kept(data)
+    cache = kept(data)
     epochs(data, 1)
     np.save(data.paths[1], np.full(5, 77, dtype=np.int32))
     touch(Path(data.paths[1]))
-    assert data[1][0].tolist() == [77] * 5 and hits(keeper) == (0, 7)
+    assert data[1][0].tolist() == [77] * 5 and hits(cache) == (0, 7)
     data.scale = 3
     assert data[1][0].tolist() == [231] * 5 and data[2][0].tolist() == [6] * 5
     data.scale = 1
-    assert data[1][0].tolist() == [77] * 5 and hits(keeper) == (1, 9)
+    assert data[1][0].tolist() == [77] * 5 and hits(cache) == (1, 9)
 
 
 def test_another_attribute_at_the_start_misses(tmp_path: Path, kept: Any) -> None:
     store = Memory()
     for scale in (1, 2, 1):
         data = Arrays(tmp_path, scale=scale)
-        keeper = kept(data, store)
+        cache = kept(data, store)
         assert [x[0] for x, _ in epochs(data, 1)] == [scale * number for number in range(6)]
-    assert len(store.kept) == 12 and hits(keeper) == (6, 0)
+    assert len(store.kept) == 12 and hits(cache) == (6, 0)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -311,21 +311,21 @@ def test_marked_methods_through_workers(start: str, tmp_path: Path) -> None:
     data = Arrays(tmp_path / "arrays", 8)
     plain = epochs(data, 1)
     store = open_store(tmp_path / "store", "a", capacity=10**6, samples=8, info={}, remove=True)
-    keeper = Keeper(store, 1.0)
-    done = put_in(data, keeper)
+    cache = SampleCache(store, 1.0)
+    done = put_in(data, cache)
     loader = DataLoader(data, None, num_workers=2, multiprocessing_context=start)
     for _ in range(2):
         assert same([tuple(map(np.asarray, each)) for each in plain], [tuple(map(np.asarray, x)) for x in loader])
-    assert hits(keeper) == (8, 8)
+    assert hits(cache) == (8, 8)
     take_out(done)
-    keeper.close()
+    cache.close()
 
 
 def test_odd_indices_and_failing_loads(tmp_path: Path, kept: Any) -> None:
     data = Arrays(tmp_path)
-    keeper = kept(data)
-    assert data[np.int64(2)][1] == 2 and data[2][1] == 2 and hits(keeper) == (1, 1)
-    assert data[-1][0][0] == 5 and hits(keeper) == (1, 2)
+    cache = kept(data)
+    assert data[np.int64(2)][1] == 2 and data[2][1] == 2 and hits(cache) == (1, 1)
+    assert data[-1][0][0] == 5 and hits(cache) == (1, 2)
     with pytest.raises(IndexError):
         data[6]
     Path(data.paths[0]).unlink()

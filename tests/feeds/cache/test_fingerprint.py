@@ -30,6 +30,16 @@ def noisy(x: Any) -> Any:
     return x + random.random()
 
 
+def timed(function: Any) -> Any:
+    """A decorator as many write it."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any) -> Any:
+        return function(self, *args)
+
+    return call
+
+
 class Plain:
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -41,6 +51,10 @@ class Plain:
         return index * SCALE
 
     def by_attribute(self, index: int) -> Any:
+        return self.value
+
+    @timed
+    def decorated(self, index: int) -> Any:
         return self.value
 
     def by_method(self, index: int) -> Any:
@@ -117,6 +131,12 @@ def test_another_attribute_has_another(name: str) -> None:
     found = [of(name, value=value) for value in values]
     assert len(set(found)) == len(values)
     assert reads(name, value=1, other=2) == ("value",)
+
+
+def test_a_decorator_does_not_hide_what_a_method_reads() -> None:
+    """Its source is the method's by functools.wraps, and its own code hands self on."""
+    with pytest.raises(NoFingerprint, match="hands self on"):
+        read_method(Plain(value=1), Plain.decorated)
 
 
 def test_what_it_sets_itself_it_finds_unset() -> None:

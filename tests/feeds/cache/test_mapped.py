@@ -173,18 +173,18 @@ EIGHT_MB = """
     import sys, warnings
     from pathlib import Path
     from fastloop.feeds.cache.mapped import open_store
-    from fastloop.feeds.cache.keeping import Keeper
+    from fastloop.feeds.cache.sample_cache import SampleCache
     if __name__ == "__main__":
         store = open_store(Path(sys.argv[1]) / "s", "a", capacity=10**9, samples=100, info={}, remove=True)
-        keeper = Keeper(store, 1.0)
+        cache = SampleCache(store, 1.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for epoch in range(2):
-                made = [keeper.fetch(bytes([n] * 16), lambda: bytes([n]) * 500_000) for n in range(40)]
+                made = [cache.fetch(bytes([n] * 16), lambda: bytes([n]) * 500_000) for n in range(40)]
                 assert made == [bytes([n]) * 500_000 for n in range(40)]
-        counts = keeper.evidence()
+        counts = cache.evidence()
         print(len(caught), counts["hits"], counts["misses"], str(caught[0].message))
-        keeper.close()
+        cache.close()
         print(sorted(path.name for path in Path(sys.argv[1]).iterdir()))
 """
 

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.device_store import engine as engine_file
 from fastloop.feeds.device_store import pictures as pictures_file
 from fastloop.feeds.device_store.engine import DeviceEngine, make_engine
 from tests.pictures import MEAN, STD, draw_folder
@@ -67,6 +66,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("kernels_in_use")
 @pytest.mark.parametrize("name", list(TRANSFORMS))
 def test_the_same_batches(tmp_path: Path, name: str) -> None:
     """Pictures are of several sizes; the last batch of an epoch is short."""
@@ -86,23 +86,11 @@ def test_another_crop_shows(tmp_path: Path) -> None:
         expect_same(loader, engine)
 
 
-def test_where_kernels_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_kernels_do_not_run(tmp_path: Path) -> None:
     """Triton raises on the CPU as it does without a compiler: late."""
-
-    def fill_hopefully(*args: Any, **settings: Any) -> Any:
-        pictures = pictures_file.fill(*args, **settings)
-        pictures.has_kernels = True
-        return pictures
-
-    monkeypatch.setattr(engine_file, "fill", fill_hopefully)
     loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["resized"]()), batch_size=5)
-    said: list[str] = []
-    engine = make(loader, say=said.append)
-    assert said[0].startswith("Triton's kernels do not run (") and said[0].endswith(
-        "slower tensor operations resize pictures"
-    )
-    assert engine.evidence()["kernels"] is False
-    expect_same(loader, engine)
+    with pytest.raises(NotApplicable, match=r"Triton's kernels, which resize .* do not run \(.*a C compiler"):
+        make(loader)
 
 
 def test_repeated_samples_are_kept_once(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from fastloop.feeds.loss import cross_entropy as losses
 from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
 
 CLASSES = 8200
-USUAL = F.cross_entropy
+USUAL = torch._C._nn.cross_entropy_loss
 
 
 def logits_and_targets(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,9 +29,9 @@ def logits_and_targets(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor
 def both(large: LargeCrossEntropy, *given: Any, **settings: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Loss and gradient of the logits, by PyTorch's own and by this one."""
     found = []
-    for loss in (USUAL, None):
-        with large.put_in():
-            value = (loss or F.cross_entropy)(*given, **settings)
+    for where in (contextlib.nullcontext(), large.put_in()):
+        with where:
+            value = F.cross_entropy(*given, **settings)
         (gradient,) = torch.autograd.grad(value.square().sum(), [given[0]])
         found.append((value.detach(), gradient))
     return found
@@ -68,13 +71,8 @@ def test_rows_of_the_gradient_lie_apart_and_shapes_stay(pads: bool, row: int) ->
         assert logits.shape == (2, 10, CLASSES) and logits.is_contiguous()
         flat = logits.flatten(0, 1)
         flat.register_hook(lambda gradient: strides.append((gradient.shape, gradient.stride())))
-        loss = F.cross_entropy
-        if large is not None:
-            with large.put_in():
-                loss = F.cross_entropy
-                value = loss(flat, torch.arange(20))
-        else:
-            value = loss(flat, torch.arange(20))
+        with contextlib.nullcontext() if large is None else large.put_in():
+            value = F.cross_entropy(flat, torch.arange(20))
         gradients.append(torch.autograd.grad(value, list(layer.parameters())))
     assert strides == [((20, CLASSES), (CLASSES, 1)), ((20, CLASSES), (row, 1))]
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-15) for a, b in zip(*gradients, strict=True))
@@ -99,13 +97,13 @@ def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> N
     large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
     seconds = []
     for is_on in (False, True):
-        with large.put_in():
-            loss = (F.cross_entropy if is_on else USUAL)(logits, target)
+        with large.put_in() if is_on else contextlib.nullcontext():
+            loss = F.cross_entropy(logits, target)
             (gradient,) = torch.autograd.grad(loss, [logits], create_graph=True)
         seconds.append(torch.autograd.grad(gradient.square().sum(), [logits])[0])
     torch.testing.assert_close(seconds[1], seconds[0], rtol=1e-9, atol=1e-15)
     with torch.inference_mode(), large.put_in():
-        assert F.cross_entropy(logits, target).item() == pytest.approx(USUAL(logits, target).item(), rel=1e-12)
+        assert F.cross_entropy(logits, target).item() == pytest.approx(float(loss.detach()), rel=1e-12)
     assert large.calls == 2
 
 
@@ -135,18 +133,27 @@ def test_a_kernel_that_fails_or_deviates_is_not_used(where: str, how: str, monke
 def test_pytorchs_own_comes_back() -> None:
     large = LargeCrossEntropy(compiles=False, pads=True)
     with pytest.raises(KeyError), large.put_in():
-        assert F.cross_entropy is not USUAL and torch.nn.functional.cross_entropy.__name__ == "cross_entropy"
+        assert torch._C._nn.cross_entropy_loss is not USUAL
         raise KeyError
-    assert F.cross_entropy is USUAL
+    assert torch._C._nn.cross_entropy_loss is USUAL
 
 
 def test_pytorchs_own_comes_back_in_any_order() -> None:
     first, second = (LargeCrossEntropy(compiles=False, pads=True).put_in() for _ in range(2))
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
-    assert F.cross_entropy is not USUAL
+    assert torch._C._nn.cross_entropy_loss is not USUAL
     second.__exit__(None, None, None)
-    assert F.cross_entropy is USUAL
+    assert torch._C._nn.cross_entropy_loss is USUAL
+
+
+def test_a_reference_to_it_is_pickled_copied_and_takes_part() -> None:
+    taken, (logits, target) = F.cross_entropy, logits_and_targets()  # as by from ... import, before a fit
+    large = LargeCrossEntropy(compiles=False, pads=True)
+    with large.put_in():
+        assert pickle.loads(pickle.dumps(F.cross_entropy)) is copy.deepcopy(F.cross_entropy) is F.cross_entropy
+        assert taken(logits, target).isfinite() and torch.nn.CrossEntropyLoss()(logits, target).isfinite()
+    assert large.calls == 2
 
 
 def test_dynamo_captures_the_usual_call() -> None:
@@ -162,4 +169,4 @@ def test_dynamo_captures_the_usual_call() -> None:
     with large.put_in():
         value = compiled()
     assert len(graphs) == 1 and "nn.functional.cross_entropy(" in graphs[0]
-    torch.testing.assert_close(value, USUAL(2 * logits, target))
+    torch.testing.assert_close(value, F.cross_entropy(2 * logits, target))

@@ -1,4 +1,4 @@
-"""The frame of all reports: whole, escaped, and never broken by a picture."""
+"""The frame of all reports: whole and escaped."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from fastloop.report.drawing.document import Card, Document, Picture, Section, Table
+from fastloop.report.drawing.curves import Curve, Line
+from fastloop.report.drawing.document import Card, Document, Section, Table, printable
 from fastloop.report.drawing.html import draw_reports, to_html
 from fastloop.report.drawing.markdown import to_markdown
-from fastloop.report.drawing.svg import canvas, draw_wide_and_narrow
 from tests.report.run.test_html import Page
 from tests.report.samples import HOSTILE
 
-TABLE = Table(title="unseen", head=("a", "b"), rows=(("x|y", "1"),), numeric=(1,), note="A note.")
+TABLE = Table("unseen", ("a", "b"), (("x|y", "1"),), numeric=(1,), note="A note.")
 SECTION = Section(title="One", text=("First.", "Second *not bold*."), table=TABLE, listed=("item",), code="a: ```1```")
+
+CURVE = Curve(alt_text="x", lines=(Line(((1.0, 2.0),)),), title="y", x_label="x", low=0.0, high=4.0)
 
 
 def told(**more: Any) -> Document:
@@ -71,7 +73,7 @@ def test_without_a_page_the_markdown_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_hostile_stays_text() -> None:
     texts: dict[str, Any] = dict.fromkeys(("kind", "verdict", "lede", "picture_title", "closing"), HOSTILE)
     tuples: dict[str, Any] = dict.fromkeys(("run", "also", "flags", "lines"), (HOSTILE,))
-    table = Table(title=HOSTILE, head=(HOSTILE,), rows=((HOSTILE,),))
+    table = Table(HOSTILE, (HOSTILE,), ((HOSTILE,),))
     page = to_html(
         told(
             **texts,
@@ -84,25 +86,14 @@ def test_what_is_hostile_stays_text() -> None:
     assert read.said.count("<script>alert('x')</script>") > 8 and not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", page)
 
 
-def test_wide_and_narrow_pictures_take_turns() -> None:
-    pictures = draw_wide_and_narrow("some", "Title", "words", lambda width: canvas(width, 50))
-    page = to_html(told(pictures=pictures))
-    assert page.count("<svg") == 2 and "n/a: there is nothing to draw" not in page
-    assert 'svg[class$="-narrow"] { display: none;' in page, "one of the two is shown"
-
-
-def test_a_picture_that_fails_says_why() -> None:
-    def fails(width: float) -> Any:
-        raise ValueError(f"<{width}>")
-
-    page = to_html(told(pictures=draw_wide_and_narrow("some", "Title", "words", fails)))
-    assert "Not every picture could be drawn: ValueError: &lt;340.0&gt;; ValueError: &lt;900.0&gt;." in page
-
-
 def test_without_a_picture_the_page_says_so() -> None:
-    assert draw_wide_and_narrow("some", "Title", "words", lambda width: None) == ()
     assert "n/a: no run finished." in to_html(told(no_picture="n/a: no run finished."))
-    assert "could not be drawn" not in to_html(told(pictures=(Picture(markup="<svg/>"),)))
+    assert "n/a: no run finished." not in to_html(told(no_picture="n/a: no run finished.", pictures=(CURVE,)))
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "a\x1bb", "a\ud800b", "a\uffffb", "a\x7fb"])
+def test_printable(text: str) -> None:
+    assert printable(text) == "ab" and printable("\u00fc\n\t\u20ac") == "\u00fc\n\t\u20ac"
 
 
 def test_cards_narrow_sections_and_code_in_lists_are_drawn_in_both() -> None:
@@ -114,7 +105,7 @@ def test_cards_narrow_sections_and_code_in_lists_are_drawn_in_both() -> None:
         Section(title="Left", text=("one",), is_narrow=True),
         Section(title="Right", text=("two",), is_narrow=True),
         Section(title="Folded", listed=("`rungs.pin`: <b> ` x",), is_folded=True),
-        Section(title="Pictures alone", pictures=(Picture(markup="<svg/>"),)),
+        Section(title="Pictures alone", pictures=(CURVE,)),
     )
     text = to_markdown(told(sections=sections))
     assert text.partition("because\n\n")[2] == (
@@ -123,6 +114,6 @@ def test_cards_narrow_sections_and_code_in_lists_are_drawn_in_both() -> None:
         "## Folded\n\n* `rungs.pin`: \\<b> \\` x\n"
     )
     page = to_html(told(sections=sections))
-    assert page.count('<div class="columns">') == 1 and "<details><summary>Folded" in page and "<svg/>" in page
+    assert page.count('<div class="columns">') == 1 and "<details><summary>Folded" in page and "<svg" in page
     assert "<code>rungs.pin</code>: &lt;b&gt; ` x" in page and "<li>a <code>b</code></li>" in page
     assert [words for words in ("82 %", "Starved", "Slow.", "+4 %", "a: 1") if words not in Page(page).said] == []

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import re
+from statistics import median
 from typing import Any
 
 import pytest
 
 from fastloop.report.drawing.bars import Chart, Row
-from fastloop.report.drawing.document import Picture
-from fastloop.report.experiments import ab_picture, ab_report
+from fastloop.report.drawing.curves import Curve
+from fastloop.report.experiments import ab_report
 from tests.report.made_experiments import AB, judged, result_of, versus
-from tests.report.run.test_figures import texts
+from tests.report.run.test_html import Page
 
 
-def shown(content: dict[str, Any]) -> tuple[str, Chart]:
-    """The runs' markup and the chart of the ratios; fails where they could not be drawn."""
+def shown(content: dict[str, Any]) -> tuple[Curve, Chart]:
+    """The curve of the runs and the chart of the ratios."""
     runs, ratios = ab_report.make_document(result_of(content)).pictures
-    assert isinstance(runs, Picture) and isinstance(ratios, Chart) and not runs.why_not
-    return runs.markup, ratios
+    assert isinstance(runs, Curve) and isinstance(ratios, Chart)
+    return runs, ratios
 
 
 def rows(content: dict[str, Any]) -> dict[str, Row]:
@@ -30,35 +30,29 @@ def test_any_content_is_drawn_or_left_out(run: str) -> None:
     content = AB[run]()
     pictures = ab_report.make_document(result_of(content)).pictures
     assert len(pictures) == (0 if run in ("base-failed", "nulls", "nothing") else 2)
-    assert not pictures or not any("nan" in text.lower() for text in texts(shown(content)[0]))
+    page = Page(ab_report.reports(result_of(content))["report.html"])
+    assert page.tags.count("svg") == bool(pictures) and "nan" not in page.said.lower().replace("finance", "")
 
 
-def places(markup: str, colour: str) -> list[tuple[float, float]]:
-    """Where the marks of one colour stand."""
-    found = re.findall(rf'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill: {colour}', markup)
-    return [(float(x), float(y)) for x, y in found]
-
-
-def test_a_dot_for_each_run_where_it_stood_in_the_order() -> None:
+def test_a_symbol_for_each_run_where_it_stood_in_the_order() -> None:
     content = versus({"base": 344.0, "amp": 454.0}, [judged("amp", 1.32)], drift=0.2)
-    markup, _ = shown(content)
-    for arm, colour in zip(content["arms"], ("#8f9aa5", "#2f6fb5"), strict=True):
-        dots = sorted(places(markup, colour), key=lambda place: place[0])
-        assert len(dots) == 5
-        steps = [round((dots[at + 1][0] - dots[at][0]) / (dots[1][0] - dots[0][0]), 2) for at in range(4)]
-        ran = arm["places"]
-        assert steps == [round((ran[at + 1] - ran[at]) / (ran[1] - ran[0]), 2) for at in range(4)]
-        assert dots[-1][1] > dots[0][1], "the machine slowed down, and it shows"
+    runs, _ = shown(content)
+    symbols = [line for line in runs.lines if line.symbol]
+    for arm, line in zip(content["arms"], symbols, strict=True):
+        assert [x - 1 for x, _ in line.points] == arm["places"] and len(line.points) == 5
+        assert [y for _, y in line.points] == arm["samples_per_s"]
+        assert runs.y(line.points[-1][1]) > runs.y(line.points[0][1]), "the machine slowed down, and it shows"
+    medians = [line.points[0][1] for line in runs.lines if not line.symbol]
+    assert medians == [median(arm["samples_per_s"]) for arm in content["arms"]]
 
 
 def test_lost_runs_are_crosses_where_they_began() -> None:
     content = AB["six"]()
-    lost = {arm.name: arm.lost for arm in ab_report.picture_arms(result_of(content)) if arm.lost}
-    order = enumerate(content["order"], 1)
-    assert lost == {"broken": tuple(place for place, name in order if name == "broken")} and lost["broken"]
-    assert any("x: failed" in text for text in texts(shown(content)[0]))
-    assert not any(arm.lost for arm in ab_report.picture_arms(result_of(AB["faster"]())))
-    assert "x: failed" not in " ".join(texts(shown(AB["faster"]())[0]))
+    lost = [place for place, name in enumerate(content["order"], 1) if name == "broken"]
+    runs = shown(content)[0]
+    assert lost and [x for x, _ in runs.lost] == lost and "x: failed" in runs.x_label
+    assert not shown(AB["faster"]())[0].lost
+    assert "x: failed" not in shown(AB["faster"]())[0].x_label
 
 
 def test_intervals_share_a_scale_with_the_band() -> None:
@@ -95,10 +89,5 @@ def test_an_arm_that_failed_and_one_that_was_not_judged_are_named() -> None:
 
 
 def test_the_picture_in_words() -> None:
-    markup, ratios = shown(AB["faster"]())
-    assert "base 343 samples per second" in markup and "amp FASTER 1.32x" in ratios.alt_text
-
-
-def test_plain_numbers_are_enough() -> None:
-    arms = [ab_picture.Arm(name="base", runs=((1, 10.0),)), ab_picture.Arm(name="amp", runs=((2, 12.0),), lost=(3,))]
-    assert len(ab_picture.draw(arms, 3.0)) == 2 and ab_picture.draw(arms[:0], 3.0) == ()
+    runs, ratios = shown(AB["faster"]())
+    assert "Medians: base 343, amp " in runs.alt_text and "amp FASTER 1.32x" in ratios.alt_text

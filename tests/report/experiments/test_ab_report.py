@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastloop.report
-from fastloop.report.drawing.svg import printable
+from fastloop.report.drawing.document import printable
 from fastloop.report.experiments import ab_report
 from tests.report.made_experiments import AB, JAPANESE, LONG, judged, result_of
 from tests.report.made_experiments import versus as made

@@ -10,7 +10,7 @@ import pytest
 from fastloop.records.climb import ClimbFile
 from fastloop.records.store import decode
 from fastloop.report.drawing.bars import Chart, Row
-from fastloop.report.experiments import climb_picture, climb_report
+from fastloop.report.experiments import climb_report
 from tests.report.drawing.test_bars import drawn
 from tests.report.made_experiments import CLIMBS, climb, rung
 from tests.report.run.test_html import Page
@@ -92,8 +92,3 @@ def test_the_picture_in_words() -> None:
     (chart,) = shown(CLIMBS["climbed"]())
     assert chart.alt_text.startswith("Samples per second: naive 345, workers 1,399,")
     assert "layout 2,116 (rolled back)" in chart.alt_text
-
-
-def test_plain_numbers_are_enough() -> None:
-    (chart,) = climb_picture.draw(100.0, (), None, ())
-    assert [row.value for row in chart.rows] == ["100", "100"] and climb_picture.draw(None, (), 5.0, ()) == ()

@@ -44,8 +44,9 @@ def test_a_prediction_that_leaves_no_step_is_no_rate(saved: float) -> None:
 
 def test_without_a_naive_start_the_top_gives_the_samples() -> None:
     content = climb([], 100.0) | {"naive": {"samples_per_s": None, "step_ms": 200.0}}
-    assert climb_rows.compute_naive_rate(opened(content)) == pytest.approx(1280.0)
-    assert climb_rows.compute_top_rate(opened(content)) == pytest.approx(2560.0)
+    start = opened(content)
+    assert climb_rows.compute_rate(start, start.naive) == pytest.approx(1280.0)
+    assert climb_rows.compute_rate(start, start.top) == pytest.approx(2560.0)
 
 
 def test_ceilings_are_sorted_and_those_not_measured_left_out() -> None:

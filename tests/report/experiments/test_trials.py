@@ -25,7 +25,7 @@ def test_failures_name_cause_rank_and_last_step() -> None:
 
 def test_settings_that_differ() -> None:
     content = {"config_diff": {"amp": [["rungs.amp.enabled", False, True], ["a.b", "-", [1, "\u72ac"]], ["odd"]]}}
-    assert ab_report.changed(result_of(content)).rows == (
+    assert tuple(ab_report.changed(result_of(content)).rows) == (
         ("amp", "rungs.amp.enabled", "false", "true"),
         ("amp", "a.b", "-", '[1, "\u72ac"]'),
     )

@@ -11,7 +11,6 @@ from fastloop.records.store import decode
 from fastloop.records.tuning import TuningFile
 from fastloop.report.experiments import tune_report
 from tests.report.made_experiments import TUNES, tune
-from tests.report.run.test_figures import texts
 from tests.report.run.test_html import Page
 
 
@@ -28,8 +27,8 @@ def test_any_content_makes_a_whole_report(run: str) -> None:
     both = tune_report.reports(opened(content))
     page, text = Page(both["report.html"]), both["report.md"]
     assert page.wrong == [] and page.open == [] and "script" not in page.tags
-    assert "could not be drawn" not in page.said and not re.search(r"\b(nan|inf)\b", page.said)
-    assert page.tags.count("svg") == (0 if run == "nothing" else 2) and tune_report.CLOSING in text
+    assert not re.search(r"\b(nan|inf)\b", page.said)
+    assert page.tags.count("figure") == (run != "nothing") and tune_report.CLOSING in text
     assert not any("\n" in line or line != line.rstrip() for line in tune_report.lines(opened(content)))
 
 
@@ -68,37 +67,23 @@ def test_the_patch_is_yaml_to_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "places"),
-    [
-        ([1, 2, 4, 8], [0, 1, 2, 3]),
-        ([0, 1, 2, 4], [-1, 0, 1, 2]),
-        ([64, 512, 128], [6, 7, 9]),
-        ([1, 2, 3], [1, 2, 3]),
-        ([-1, 1, 2], [-1, 1, 2]),
-        (["b", "a"], [0, 1]),
-        ([1, None, 4], [0, 1, 2]),
-        ([5], [5]),
-    ],
-    ids=["doubling", "zero", "unsorted", "linear", "negative", "names", "unknown", "one"],
+    ("values", "order"),
+    [([64, 512, 128], ["64", "128", "512"]), (["b", "a"], ["b", "a"]), ([0.5, 0, 2], ["0", "0.5", "2"])],
+    ids=["numbers", "names", "fractions"],
 )
-def test_where_values_stand(values: list[Any], places: list[float]) -> None:
-    points = tune_report.make_marks(opened({"points": [{"value": value, "step_ms": 1.0} for value in values]}))
-    assert [point.at for point in points] == pytest.approx(places)
+def test_the_order_of_values(values: list[Any], order: list[str]) -> None:
+    tuning = opened({"points": [{"value": value, "step_ms": 1.0} for value in values]})
+    assert [tune_report.name_point(tuning, point) for point in tune_report.list_points(tuning)] == order
 
 
-def test_the_best_is_marked_and_failures_are_crosses_with_causes() -> None:
-    content = TUNES["batch"]()
-    wide, narrow = (picture.markup for picture in tune_report.make_document(opened(content)).pictures)
-    assert "best: 256, 95 ms" in texts(wide) and "x 512: out of memory, rank 0" in texts(wide)
-    assert "x 512: out of memory, rank 0" in texts(narrow) and wide.count("#2a9d74") > 0
-    assert len(re.findall(r"<use [^>]*stroke: #d9480f", wide)) == 2
-    failed = tune_report.make_document(opened(TUNES["all-failed"]())).pictures[0].markup
-    assert "#2a9d74" not in failed and len(re.findall(r"<use [^>]*stroke: #d9480f", failed)) == 2
-
-
-def test_values_that_stand_too_close_are_not_all_named() -> None:
-    wide, narrow = (texts(picture.markup) for picture in tune_report.make_document(opened(TUNES["linear"]())).pictures)
-    assert "1" in narrow and "32" in narrow and len(narrow) < len(wide) - 10
+def test_the_best_is_marked_and_failures_have_their_causes() -> None:
+    (chart,) = tune_report.chart(opened(TUNES["batch"]()))
+    rows = {row.name: row for row in chart.rows}
+    best, failed = rows["256 (best)"], rows["512"]
+    assert (best.value, best.weight, best.bars[0].end) == ("95 ms", "strong", 95.0)
+    assert (failed.value, failed.note, failed.bars) == ("failed", "out of memory, rank 0", ())
+    assert len({row.bars[0].colour for row in chart.rows if row.bars}) == 2
+    assert not any(row.bars for row in tune_report.chart(opened(TUNES["all-failed"]()))[0].rows)
 
 
 def test_a_search_that_was_stopped_has_no_verdict() -> None:

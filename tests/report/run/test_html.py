@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from typing import Any
@@ -14,15 +13,13 @@ import pytest
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment
-from fastloop.report.drawing.document import Picture
 from fastloop.report.drawing.html import to_html
-from fastloop.report.run import optional_tables, run_report, tables
+from fastloop.report.run import optional_tables, summary, tables
 from fastloop.report.run.run_report import CLOSING, build_document
 from tests.report.run.test_summary import BOAST
 from tests.report.samples import CHANGED, ENVIRONMENT_RECORD, HOSTILE, RUNS
 
 VOID = {"meta", "br", "img", "hr", "input", "link"}
-SVG = "{http://www.w3.org/2000/svg}"
 LEFT_OUT = "* `rungs.pin`: Put <batches>. Try it with `--config pin`."
 
 
@@ -104,14 +101,12 @@ def test_the_parser_would_complain() -> None:
 
 
 @pytest.mark.parametrize("run", sorted(RUNS))
-def test_pictures_are_xml_with_a_title_and_a_description(run: str) -> None:
+def test_pictures_are_xml_with_a_description(run: str) -> None:
     pictures = re.findall(r"<svg.*?</svg>", made(run), flags=re.S)
-    assert len(pictures) == {"empty": 0, "cpu": 1}.get(run, 2)
+    assert len(pictures) == {"empty": 0, "cpu": 1, "hostile": 2}.get(run, 3)
     for picture in pictures:
         root = ElementTree.fromstring(picture)
-        named = (root.get("aria-labelledby") or "").split()
-        words = {child.get("id"): child.text for child in root if child.tag in (f"{SVG}title", f"{SVG}desc")}
-        assert root.get("role") == "img" and list(words) == named and all(words.values())
+        assert root.get("role") == "img" and (root.get("aria-label") or "").endswith(".")
     page = Page(made(run))
     figures = [
         (name, value) for tag, name, value in page.attributes if tag == "figure" and name in ("role", "aria-label")
@@ -191,7 +186,7 @@ def test_nothing_is_said_twice(run: str) -> None:
     said = Page(made(run)).said
     assert [said.count(finding.why[1:]) for finding in findings] == [1] * len(findings)
     assert [
-        said.count(tables.describe_bound(finding, seen)) for finding in findings[1:] if finding.ceiling_gain_pct
+        said.count(summary.describe_ceiling(finding, seen)) for finding in findings[1:] if finding.ceiling_gain_pct
     ] == [1] * (run == "straggler")
     assert said.count("If it were gone") == (run == "straggler") and "none of the step" not in said
 
@@ -250,7 +245,7 @@ def test_an_empty_run_says_so() -> None:
 def test_hostile_names_stay_text() -> None:
     text = made("hostile")
     page = Page(text)
-    assert "script" not in page.tags and page.tags.count("style") == 1 and page.tags.count("title") >= 2
+    assert "script" not in page.tags and page.tags.count("style") == 1 and page.tags.count("title") == 1
     assert page.said.count("<script>alert('x')</script>") > 10 and "{{ 7 * 7 }}" in page.said and "49" not in page.said
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", text)
     assert "Infinity" not in text and not re.search(r"\b(nan|inf)\b", page.said)
@@ -275,23 +270,6 @@ def test_ten_thousand_losses_stay_small() -> None:
     assert "<svg" in text and len(text.encode()) < 150_000
 
 
-def test_without_matplotlib_it_says_so_and_shows_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    text = made.__wrapped__("resnet50")
-    assert "<svg" not in text and "Not every picture could be drawn: ModuleNotFoundError" in text
-    assert "waiting for data 86 %" in Page(text).said, "bars need no matplotlib"
-    assert Page(text).wrong == [] and "169.600" in text
-
-
-def test_a_picture_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = {"loss": Picture(why_not="ValueError: <too steep>")}
-    monkeypatch.setattr(run_report.figures, "draw", lambda seen: broken)
-    text = made.__wrapped__("resnet50")
-    assert "ValueError: &lt;too steep&gt;." in text and "<svg" not in text
-
-
 def test_no_word_of_a_speed_up_but_that_there_is_none() -> None:
     seen, findings, _, plan, name = RUNS["straggler"]()
     verdicts = [Verdict(rung="amp", took=True, why="why")]
@@ -304,7 +282,7 @@ def test_the_sheet_knows_phones_dark_rooms_and_paper() -> None:
     text = made("cpu")
     assert "@media (prefers-color-scheme: dark)" in text and "@media print" in text
     assert "@media (max-width: 40rem)" in text and "color-scheme: light dark" in text
-    assert text.count("currentColor") > 10 and "#010203" not in text
+    assert text.count("currentColor") >= 3
 
 
 def test_tables_have_headers() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from fastloop.feeds.accumulation_windows import WindowSampler, batches_between_validations, count_used_batches
+from fastloop.evidence.worker_limits import count_used_batches
+from fastloop.feeds.accumulation_windows import batches_between_validations
+from fastloop.feeds.window_batches import WindowSampler
 from fastloop.records.plan import Undo
 
 _PROGRESS = "epoch_loop.batch_progress"

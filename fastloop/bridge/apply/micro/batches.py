@@ -26,11 +26,11 @@ from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import Window, samples
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss, join, sum_losses
+from fastloop.feeds.window_batches import WindowSampler
 from fastloop.judge.micro_batch import FoundSize, list_sizes
 
 

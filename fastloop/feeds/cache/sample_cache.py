@@ -36,7 +36,7 @@ class Store(Protocol):
         """Use it no more."""
 
 
-class Keeper:
+class SampleCache:
     """Hands out samples, from a store where they are there.
 
     Args:

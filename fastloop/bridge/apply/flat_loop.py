@@ -1,0 +1,355 @@
+"""A batch of automatic optimization in the order of Lightning's own loop, without the detours on which it spends time.
+
+`HookCalls` stands for ``lightning.pytorch.trainer.call``; Lightning's own functions run with it. `FlatLoop` stands for
+two functions of the epoch loop and one of the optimization. Both know the text of what they stand for: where that is
+another, or a batch is not a plain one, Lightning's own functions run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import logging
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastloop.bridge import namespaces
+
+BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""Of modules and callbacks, and empty where nobody overrides them."""
+KNOWN = {
+    "ae90f17c717dee8f": "2.5.0 and 2.5.1",
+    "e2a005514046868c": "2.5.2 and 2.5.3",
+    "9f37f0566c95dab4": "2.5.4 to 2.5.6",
+    "8b88f5b5ad3c1b48": "2.6.0 to 2.6.6",
+}
+"""Digests of the functions below, and the versions of Lightning that have them."""
+_STANDS_FOR = {
+    "trainer.call": ("_call_lightning_module_hook", "_call_strategy_hook", "_call_callback_hooks"),
+    "core.LightningModule": (
+        "_call_batch_hook",
+        "_on_before_batch_transfer",
+        "_apply_batch_transfer_handler",
+        "configure_gradient_clipping",
+        "clip_gradients",
+        *BATCH_HOOKS,
+    ),
+    "strategies.Strategy": ("batch_to_device",),
+    "plugins.precision.Precision": ("clip_gradients",),
+    "plugins.precision.MixedPrecision": ("clip_gradients",),
+    "callbacks.Callback": BATCH_HOOKS,
+}
+_STANDS_FOR_OF_LOOP = ("advance", "on_advance_end", "update_lr_schedulers", "_should_accumulate")
+_STANDS_FOR_OF_CONNECTOR = ("on_batch_start", "on_batch_end", "update_train_step_metrics", "log_metrics")
+
+
+def explain_unknown(trainer: Any, module: Any) -> str | None:
+    """Why Lightning's own way to call hooks must stay; None where nobody would see a difference."""
+    space, loop = namespaces.of(trainer), trainer.fit_loop.epoch_loop
+    if not isinstance(trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
+        return f"{type(trainer.profiler).__name__} tells of every hook"
+    if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):
+        return "Lightning logs each call of a hook"
+    if type(module).__setattr__ is not torch.nn.Module.__setattr__ or "_current_fx_name" not in vars(module):
+        return f"{type(module).__name__} keeps its attributes in a way of its own"
+    functions = [getattr(namespaces.load(space, path), name) for path, names in _STANDS_FOR.items() for name in names]
+    functions += [getattr(loop, name) for name in _STANDS_FOR_OF_LOOP]  # of the objects: somebody may have set others
+    functions += [getattr(trainer._logger_connector, name) for name in _STANDS_FOR_OF_CONNECTOR]
+    functions += [loop.automatic_optimization._training_step, loop.automatic_optimization.output_result_cls]
+    try:
+        text = "".join(map(inspect.getsource, functions)).replace("lightning.pytorch", "pytorch_lightning")
+    except (OSError, TypeError) as error:
+        return f"the text of Lightning's loop cannot be read: {error}"
+    if (digest := hashlib.sha256(text.encode()).hexdigest()[:16]) not in KNOWN:
+        return f"the loop of this Lightning is none of those that are known here ({digest})"
+    return None
+
+
+class HookCalls:
+    """Calls the hooks that Lightning calls, with the same arguments, less what nobody sees.
+
+    Its methods are named as functions in ``trainer/call.py``, whose callers call them. That writes each hook's name
+    through ``Module.__setattr__`` and times each hook for the profiler, empty or not: 90 us a step.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        space = namespaces.of(trainer)
+        base, callback, precision, mixed = (
+            namespaces.load(space, path)
+            for path in (
+                "core.LightningModule",
+                "callbacks.Callback",
+                "plugins.precision.Precision",
+                "plugins.precision.MixedPrecision",
+            )
+        )
+        self._module, self._attributes = module, vars(module)
+        self._empty = {getattr(kind, name) for kind in (base, callback) for name in BATCH_HOOKS}
+        self._clip, self._clip_own = base.configure_gradient_clipping, base.clip_gradients
+        self._clippers = precision.clip_gradients, mixed.clip_gradients
+        silent = type(trainer.profiler) is namespaces.load(space, "profilers.PassThroughProfiler")
+        self._silent = trainer.profiler if silent else None
+
+    def is_heard(self, hook: Any) -> bool:
+        """Whether anything comes of calling it."""
+        return getattr(hook, "__func__", None) not in self._empty and callable(hook)
+
+    def profile(self, trainer: Any, action: str) -> Any:
+        """The profiler's context, where somebody listens."""
+        return NOTHING if trainer.profiler is self._silent else trainer.profiler.profile(action)
+
+    def bind_to(self, *owners: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """What to set on Lightning's objects: functions of theirs that call hooks, calling them here."""
+        theirs = importlib.import_module(f"{namespaces.of(owners[0])}.trainer.call")
+        for owner in owners:
+            for name in dir(type(owner)):
+                function = getattr(type(owner), name)
+                if getattr(function, "__globals__", {}).get("call") is theirs and _calls_hooks(function.__code__):
+                    space = {**function.__globals__, "call": self}
+                    more = function.__defaults__, function.__closure__
+                    ours = types.FunctionType(function.__code__, space, name, *more)
+                    ours.__kwdefaults__ = function.__kwdefaults__
+                    yield vars(owner), name, types.MethodType(ours, owner)
+
+    def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        hook = getattr(self._module, hook_name)
+        if not self.is_heard(hook) or (
+            hook_name == "configure_gradient_clipping" and self._clips_nothing(trainer, hook)
+        ):
+            return None
+        return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
+
+    def _call_strategy_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        hook = getattr(trainer.strategy, hook_name)
+        return self._run(trainer, "[Strategy]", trainer.strategy, hook, hook_name, args, kwargs)
+
+    def _call_callback_hooks(self, trainer: Any, hook_name: str, *args: Any) -> None:
+        empty = self._empty
+        for callback in trainer.callbacks:
+            hook = getattr(callback, hook_name)
+            if getattr(hook, "__func__", None) not in empty and callable(hook):
+                self._run(trainer, "[Callback]", callback, hook, hook_name, (trainer, self._module, *args), {})
+
+    def _run(self, trainer: Any, kind: str, owner: Any, hook: Any, name: str, args: Any, kwargs: Any) -> Any:
+        attributes = self._attributes
+        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], name
+        if trainer.profiler is self._silent:
+            output = hook(*args, **kwargs)
+        else:
+            title = owner.state_key if kind == "[Callback]" else type(owner).__name__
+            with trainer.profiler.profile(f"{kind}{title}.{name}"):
+                output = hook(*args, **kwargs)
+        attributes["_current_fx_name"] = before  # as in Lightning, not where the hook raised
+        return output
+
+    def _clips_nothing(self, trainer: Any, hook: Any) -> bool:
+        own = [getattr(each, "__func__", None) for each in (hook, self._module.clip_gradients)]
+        clipper = getattr(trainer.precision_plugin.clip_gradients, "__func__", None)
+        return not trainer.gradient_clip_val and own == [self._clip, self._clip_own] and clipper in self._clippers
+
+
+NOTHING = contextlib.nullcontext()
+
+
+def _calls_hooks(code: types.CodeType) -> bool:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return "call" in code.co_names or any(map(_calls_hooks, inner))
+
+
+class FlatLoop:
+    """A batch on one device: what Lightning asks several times is asked once, and what is empty is not moved.
+
+    40 us a step, 10 of them for the loss's division by 1, which is one more node of its graph.
+    """
+
+    def __init__(self, trainer: Any, module: Any, calls: HookCalls) -> None:
+        space = namespaces.of(trainer)
+        self._trainer, self._module, self._strategy, self._calls = trainer, module, trainer.strategy, calls
+        self._loop, self._connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        self._automatic = self._loop.automatic_optimization
+        self._training = namespaces.load(space, "trainer.states.RunningStage").TRAINING
+        self._closure = namespaces.load(space, "loops.optimization.automatic.Closure")
+        self._iterates = namespaces.load(space, "loops.fetchers._DataLoaderIterDataFetcher")
+        base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
+        self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
+        movers = [kind for kind in strategy.__mro__ if "batch_to_device" in vars(kind)]
+        self._moves_plainly = movers[1:] == [namespaces.load(space, "strategies.Strategy")]
+        self._shows_loss = type(module).backward is not base.backward or any(
+            calls.is_heard(getattr(owner, name))
+            for owner in (module, *trainer.callbacks)
+            for name in ("on_before_zero_grad", "on_before_backward")
+        )
+        self._limit, self._validates = trainer.limit_val_batches, trainer.enable_validation
+        precision, kind = trainer.precision_plugin, namespaces.load(space, "plugins.precision.Precision")
+        self._has_context = any(
+            getattr(type(precision), name) is not getattr(kind, name)
+            for name in ("train_step_context", "forward_context")
+        )
+        self.batches = 0
+        """How many went through here."""
+        self._whole = {
+            "advance": self._loop.advance,
+            "on_advance_end": self._loop.on_advance_end,
+            "run": self._automatic.run,
+            "_training_step": self._automatic._training_step,
+        }
+
+    def functions(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """What to set on Lightning's objects."""
+        yield vars(self._loop), "advance", self._advance
+        yield vars(self._loop), "on_advance_end", self._end_advance
+        yield vars(self._automatic), "run", self._optimize
+        if not self._has_context:
+            yield vars(self._trainer.precision_plugin), "train_step_context", lambda: NOTHING
+        if not self._shows_loss:
+            yield vars(self._automatic), "_training_step", self._training_step
+
+    def _is_plain(self, fetcher: Any) -> bool:
+        return (
+            not self._loop.restarting
+            and self._module.automatic_optimization
+            and self._trainer.state.stage is self._training
+            and not isinstance(fetcher, self._iterates)
+            and not self._calls.is_heard(self._module.on_train_batch_start)  # which may skip the rest of the epoch
+        )
+
+    def _advance(self, fetcher: Any) -> None:
+        """``_TrainingEpochLoop.advance``."""
+        if not self._is_plain(fetcher):
+            return self._whole["advance"](fetcher)
+        trainer, loop, calls, progress = self._trainer, self._loop, self._calls, self._loop.batch_progress
+        if loop.val_loop.restarting:
+            loop.val_loop.restarting = False
+        batch, _, _ = next(fetcher)
+        batch_idx = progress.current.ready
+        progress.is_last_batch = fetcher.done
+        batch = self._strategy.precision_plugin.convert_input(batch)
+        batch = self._call_batch_hook("on_before_batch_transfer", batch, 0)
+        batch = self._move(batch)
+        progress.increment_ready()
+        self._begin_batch(batch)
+        output = None
+        if batch is None:
+            loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            calls._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+            calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            progress.increment_started()
+            kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+            with calls.profile(trainer, "run_training_batch"):
+                output = self._automatic.run(self._strategy.optimizers[0], batch_idx, kwargs)
+        progress.increment_processed()
+        if self._strategy.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        calls._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+        calls._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        self._end_batch()
+        self.batches += 1
+
+    def _end_advance(self, fetcher: Any) -> None:
+        """``_TrainingEpochLoop.on_advance_end``."""
+        trainer, loop = self._trainer, self._loop
+        stops = trainer.should_stop or trainer.received_sigterm
+        validates = self._validates or trainer.limit_val_batches != self._limit
+        if stops or self._strategy.lr_scheduler_configs or (validates and loop._should_check_val_fx(fetcher)):
+            self._whole["on_advance_end"](fetcher)
+        elif not loop._should_accumulate():
+            loop._batches_that_stepped += 1
+
+    def _optimize(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+        """``_AutomaticOptimization.run``, where the batch ends with a step."""
+        trainer, automatic, calls = self._trainer, self._automatic, self._calls
+        if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._loop._should_accumulate():
+            return self._whole["run"](optimizer, batch_idx, kwargs)
+        epoch, progress = trainer.current_epoch, automatic.optim_progress.optimizer
+
+        def zero_grad() -> None:
+            progress.zero_grad.increment_ready()
+            calls._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
+            calls._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
+            progress.zero_grad.increment_started()
+            calls._call_lightning_module_hook(trainer, "optimizer_zero_grad", epoch, batch_idx, optimizer)
+            progress.zero_grad.increment_completed()
+
+        closure = self._closure(
+            partial(automatic._training_step, kwargs),
+            lambda loss: calls._call_strategy_hook(trainer, "backward", loss, optimizer),
+            zero_grad if batch_idx % trainer.accumulate_grad_batches == 0 else None,
+        )
+        progress.step.increment_ready()
+        wrapped = self._strategy._lightning_optimizers[0]
+        calls._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, wrapped, closure)
+        progress.step.increment_completed()
+        result = closure.consume_result()
+        return {} if result.loss is None else result.asdict()
+
+    def _call_batch_hook(self, name: str, batch: Any, *args: Any) -> Any:
+        """``LightningModule._call_batch_hook``."""
+        owner = self._trainer._data_connector._datahook_selector.get_instance(name)
+        if getattr(getattr(owner, name), "__func__", None) in self._hands_through:
+            return batch
+        if owner is not self._module:
+            return self._module._call_batch_hook(name, batch, *args)
+        return self._calls._call_lightning_module_hook(self._trainer, name, batch, *args)
+
+    def _move(self, batch: Any) -> Any:
+        """``Strategy.batch_to_device``, in which ours calls the applier."""
+        trainer, strategy = self._trainer, self._strategy
+        if not self._moves_plainly or "batch_to_device" in vars(strategy) or strategy.fastloop is None:
+            return self._calls._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        args = batch, self._transfer, 0
+        return self._calls._run(
+            trainer, "[Strategy]", strategy, strategy.fastloop.to_device, "batch_to_device", args, {}
+        )
+
+    def _transfer(self, batch: Any) -> Any:
+        """``LightningModule._apply_batch_transfer_handler``."""
+        batch = self._call_batch_hook("transfer_batch_to_device", batch, self._strategy.root_device, 0)
+        return self._call_batch_hook("on_after_batch_transfer", batch, 0)
+
+    def _begin_batch(self, batch: Any) -> None:
+        """``_LoggerConnector.on_batch_start``."""
+        connector, results = self._connector, self._loop._results
+        if connector._first_loop_iter is not False:
+            connector._first_loop_iter = connector._first_loop_iter is None
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+
+    def _end_batch(self) -> None:
+        """``on_batch_end``, ``increment_completed`` and ``update_train_step_metrics``."""
+        trainer, loop, connector, results = self._trainer, self._loop, self._connector, self._loop._results
+        if results:
+            connector.on_batch_end()
+        else:
+            results.batch = results.batch_size = None
+        loop.batch_progress.increment_completed()
+        every = trainer.log_every_n_steps
+        due = trainer.should_stop or trainer.fast_dev_run or (every and (loop._batches_that_stepped + 1) % every == 0)
+        if due and results:
+            connector.update_train_step_metrics()
+
+    def _training_step(self, kwargs: Any) -> Any:
+        """``_AutomaticOptimization._training_step`` where nobody gets the loss before it is used."""
+        trainer, kind = self._trainer, self._automatic.output_result_cls
+        if trainer.accumulate_grad_batches != 1:
+            return self._whole["_training_step"](kwargs)
+        output = self._calls._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        self._strategy.post_training_step()
+        if type(output) is torch.Tensor and output.is_floating_point():
+            return kind(output)
+        return kind.from_training_step_output(output, 1)

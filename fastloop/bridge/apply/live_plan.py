@@ -1,0 +1,117 @@
+"""The plan of one run as it comes about: some rungs wait for the train loader, some for a rehearsal, some drop out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from fastloop.errors import ConfigError
+from fastloop.ladder import Ladder, plan
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Plan, Step
+
+
+class LivePlan:
+    """What is planned, held and left out.
+
+    Args:
+        ladder: the rungs.
+        strict: a rung that cannot apply is an error.
+        refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
+    """
+
+    def __init__(self, ladder: Ladder, *, strict: bool, refused: dict[str, str]) -> None:
+        self.ladder, self.strict, self.refused = ladder, strict, refused
+        self.plan = Plan()
+        self.held: frozenset[str] = frozenset()
+        """Planned rungs whose actions wait for the rehearsal."""
+        self.loader_rungs: frozenset[str] = frozenset()
+        """Enabled rungs whose plan waits for the train loader."""
+        self.may_want = Plan()
+        """What they may want then."""
+        self._given_up: frozenset[str] = frozenset()
+        """Rungs that were planned for a train loader and cannot apply."""
+        self._spared: set[str] = set()
+        """Rungs that were left out and are no error under ``strict``: they could apply, and are not worth it here."""
+
+    def begin(self, planned: Plan, held: Iterable[str]) -> None:
+        """The plan of the run as the model was built."""
+        self.plan, self.held = planned, frozenset(held)
+        for step in planned.planned:
+            if (why := self.refused.get(step.rung)) is not None and step.rung not in self.held:
+                self.skip(step, why, is_refusal=False)
+        self.may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
+        self.loader_rungs = frozenset(step.rung for step in self.may_want.steps)
+
+    def plan_loader(self, facts: Facts) -> Plan:
+        """What a train loader gets. A rung counts as planned once it applies to one of them."""
+        off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
+        made = plan(dataclasses.replace(self.ladder, **off), facts)
+        steps = {step.rung: step for step in made.steps if step.rung in self.loader_rungs}
+        self.plan = Plan(
+            steps=tuple(old if old.status == "planned" else steps.get(old.rung, old) for old in self.plan.steps)
+        )
+        self.check_strict()
+        return Plan(steps=tuple(steps.values()))
+
+    def give_up(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
+        """A rung that was planned for one train loader cannot apply to all of them, or is not worth it."""
+        self.loader_rungs -= {step.rung}
+        self._given_up |= {step.rung}
+        self.skip(step, reason, is_refusal=is_refusal)
+
+    def skip_all(self, reason: str) -> None:
+        """No rung applies, for one reason."""
+        enabled = self.ladder.enabled()
+        self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
+        self.check_strict()
+
+    def skip(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
+        """Leave a rung out; what cannot apply, and is not merely not worth it, is an error under ``strict``."""
+        self.replace(step, dataclasses.replace(step, status="skipped", reason=reason))
+        if not is_refusal:
+            self._spared.add(step.rung)
+        self.check_strict()
+
+    def skip_held(self, reason: str) -> None:
+        """Leave out all rungs that still wait for the rehearsal; no error under ``strict``."""
+        self.refused.update(dict.fromkeys(self.held, reason))
+        for step in self.held_steps:
+            self.replace(step, dataclasses.replace(step, status="skipped", reason=reason))
+        self.held = frozenset()
+
+    def replace(self, old: Step, new: Step) -> None:
+        self.plan = Plan(steps=tuple(new if step is old else step for step in self.plan.steps))
+
+    @property
+    def held_steps(self) -> list[Step]:
+        return [step for step in self.plan.planned if step.rung in self.held]
+
+    def is_planned(self, step: Step) -> bool:
+        """Still: an earlier action of the rung may have found that it cannot apply."""
+        return any(other is step for other in self.plan.planned)
+
+    def find_owner(self, key: str) -> str | None:
+        """The enabled rung that sets a setting, or had wanted to."""
+        return self.may_want.owner(key) or self.plan.owner(key)
+
+    def check_strict(self) -> None:
+        """Raise ConfigError under ``strict`` where a rung cannot apply."""
+        if self.strict:
+            refuse_skipped(Plan(steps=tuple(step for step in self.plan.steps if step.rung not in self._spared)))
+
+
+def refuse_skipped(plan: Plan) -> None:
+    """What ``strict: true`` means.
+
+    Raises:
+        ConfigError: a rung cannot apply.
+    """
+    for step in plan.steps:
+        if step.status == "skipped":
+            raise ConfigError(
+                key=f"rungs.{step.rung}",
+                got=f"rungs.{step.rung} under strict: true",
+                why=step.reason or "it cannot apply",
+                do=f"write rungs.{step.rung}.enabled: false, or strict: false",
+            )
