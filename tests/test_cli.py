@@ -157,6 +157,12 @@ MISTYPED = [
         "Lightning's Trainer takes no such argument",
         "write benchmark",
     ),
+    (
+        "tune --script train.py workers",
+        "fastloop tune",
+        "fastloop tune has no option --script",
+        "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script",
+    ),
     ("--json - doctor", "fastloop", "fastloop has no option --json", "see fastloop --help"),
     ("rungs amps", "rung 'amps'", f"the rungs are {RUNGS}", "write amp"),
     ("rungs wurst", "rung 'wurst'", f"the rungs are {RUNGS}", "write one of them"),
