@@ -331,8 +331,9 @@ class Climb:
             result = self._run_trial(variation, again=True) or result
         above, rate = self._compare_with_whole(result, variation), result.samples_per_s or 0.0
         if above > ABOVE:
+            figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
             self.notes[key] = (
-                f"no ceiling: the trial without these costs was slower twice, {rate:,.{0 if rate >= 100 else 1}f} samples/s, and"
+                f"no ceiling: the trial without these costs was slower twice, {figure} samples/s, and"
                 " counts as no faster than the run it is part of"
             )
         if above <= 1:
