@@ -163,6 +163,13 @@ MISTYPED = [
         "fastloop tune has no option --script",
         "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script",
     ),
+    (
+        "ab cifar10 --vs amp, compile",
+        "--vs 'amp,'",
+        "nothing stands behind the last comma",
+        "write --vs amp,compile, without a space",
+    ),
+    ("run recipe.size=tiny", "'recipe.size=tiny'", "no recipe", "write a name or a file first, key=value after it"),
     ("--json - doctor", "fastloop", "fastloop has no option --json", "see fastloop --help"),
     ("rungs amps", "rung 'amps'", f"the rungs are {RUNGS}", "write amp"),
     ("rungs wurst", "rung 'wurst'", f"the rungs are {RUNGS}", "write one of them"),

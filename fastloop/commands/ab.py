@@ -257,6 +257,9 @@ def _patch(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Files, rungs and ladders at the front of a ``--vs``, and the key=value after them."""
     files_: list[str] = []
     rest = text
+    if text.rstrip().endswith(","):
+        do = "write --vs amp,compile, without a space"
+        raise ConfigError(got=f"--vs {text!r}", why="nothing stands behind the last comma", do=do)
     while rest:
         first, _, after = (part.strip() for part in rest.partition(","))
         kind, patch = as_patch(rest if "=" in first else first)

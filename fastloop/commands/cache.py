@@ -43,8 +43,9 @@ def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> An
     found = _find(path, url)
     for name in names:
         if not any(kept.row["name"].startswith(name) for kept in found):
-            there = ", ".join(kept.row["name"] for kept in found) or "none"
-            raise ConfigError(got=f"cache {name!r}", why=f"the caches are {there}", do="write one of these names")
+            why = f"the caches are {', '.join(kept.row['name'] for kept in found)}" if found else "no samples are kept"
+            do = "write one of these names" if found else "see --path and --url for other places"
+            raise ConfigError(got=f"cache {name!r}", why=why, do=do)
     chosen = [kept for kept in found if not names or kept.row["name"].startswith(tuple(names))]
     results = [{**kept.row, "removed": kept.clear()} for kept in chosen]
     lines = [f"{'removed' if row['removed'] else 'left, in use'}  {_describe(row)}" for row in results]

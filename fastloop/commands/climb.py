@@ -85,8 +85,7 @@ def climb(
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
         with quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
-    use = _describe_use(path, conf) if recorder.climb is not None and recorder.climb.stack else ""
-    return dataclasses.replace(answer, text=f"{answer.text}\n{use}".rstrip())
+    return dataclasses.replace(answer, text=f"{answer.text}{_describe_use(path, conf)}")
 
 
 def _make_start(
@@ -112,12 +111,14 @@ def _make_start(
 
 
 def _describe_use(place: Path, conf: str | None) -> str:
-    """The ladder, and the one line that puts it to use."""
+    """The ladder, and the one line that puts it to use; nothing where no rung was kept."""
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
+    if text.strip() == "rungs: {}":
+        return ""
     use = f"callbacks=[fastloop.FastLoop({str((place / LADDER).absolute())!r})]"  # a script may change its directory
     if conf is not None and "=" not in conf:
         use = f"fastloop run {conf} --config {place / LADDER}"
-    return f"{text.rstrip()}\nUSE      {use}"
+    return f"\n{text.rstrip()}\nUSE      {use}"
 
 
 def list_shipped() -> dict[str, Stack]:

@@ -76,8 +76,8 @@ def check_keys(
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
             example = "key: …" if kind is dict else f"{next(iter(fields_of(kind)))}: …"
-            if example == "enabled: …" and str(value).lower() in (*_TRUE, *_FALSE):
-                example = f"enabled: {'true' if str(value).lower() in _TRUE else 'false'}"
+            if example == "enabled: …":
+                example = f"enabled: {'false' if str(value).lower() in _FALSE else 'true'}"
             do = f"write {key}: {{{example}}}, or delete the line"
             if origin.file == COMMAND_LINE:
                 do = f"write {full}.{example.replace(': ', '=')}"

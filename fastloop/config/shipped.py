@@ -50,7 +50,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
         do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"
         raise ConfigError(got=got, why=f"it is a script, not a configuration{chain}", do=do)
     if is_path(text):
-        path = Path(os.path.abspath(folder / Path(text).expanduser()))  # noqa: PTH100 (resolve would follow links)
+        path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
         if is_file(path):
             return path
         raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
@@ -76,5 +76,7 @@ def _missing(text: str) -> str:
 def _instead(text: str, folder: Path, names: list[str]) -> str:
     if is_file(folder / f"{text}.yaml"):
         return f"write {text}.yaml; a file needs its ending"
+    if "=" in text:
+        return "write a name or a file first, key=value after it"
     near = find_nearest(text, names)
     return f"write {near}" if near else "write one of these names, or a path that ends in .yaml"

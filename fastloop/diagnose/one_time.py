@@ -1,7 +1,7 @@
 """What should come once and does not: compiles that go on; and rungs with which the run is slower than without.
 
-Both are said in the first line of a summary, whatever else holds the run up: a rate without the compiles, or beside no
-other, would praise a run that has got slower.
+Both come first in a summary, whatever else holds the run up: a rate that leaves out the compiles, or that is compared
+with nothing, would hide that the run got slower.
 """
 
 from __future__ import annotations

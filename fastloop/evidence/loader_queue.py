@@ -1,4 +1,4 @@
-"""How far behind a loader's queue is and which of its workers live. Reads torch's own fields, each behind a test."""
+"""How far behind a loader's queue is, and which of its workers live. Reads torch's private fields, each guarded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 _DEATH_S = 2.0
-"""How long a connection may be seen to break before the process at its other end is seen to be dead."""
+"""How long after a broken connection the process at its other end may take to be reported dead."""
 
 
 def live_workers(iterator: Any) -> int | None:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import psutil
+
 Reading = TypeVar("Reading")
 
 ROOT = Path("/")
@@ -160,6 +162,17 @@ def disk_free_bytes(path: Path) -> int | None:
         return shutil.disk_usage(there).free
     except (OSError, StopIteration):
         return None
+
+
+def find_cache_home() -> Path:
+    """The user's cache directory, by the XDG specification; for a user without a home one for temporary files."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if home.is_absolute():  # relative ones are to be ignored
+        return home
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # a container may run as a user that it does not know
+        return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
 
 
 def no_sockets_in() -> str | None:
@@ -308,15 +321,10 @@ def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
     try:
         if os.getpgid(pid) == os.getpgrp():
             return True
-    except OSError:  # gone, or a number of the host's
+        # torchrun and srun put each rank into a group of its own, under one parent
+        return local_rank_count(environ) > 1 and psutil.Process(pid).ppid() == os.getppid()
+    except (OSError, psutil.Error):  # gone, or a number of the host's
         return False
-    # torchrun and srun put each rank into a group of its own, under one parent
-    return local_rank_count(environ) > 1 and _parent(pid) == os.getppid()
-
-
-def _parent(pid: int) -> int | None:
-    after_name = _text(ROOT / f"proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold spaces and brackets
-    return int(after_name[1]) if len(after_name) > 1 else None
 
 
 # ---------------------------------------------------------------- versions and the record of a run

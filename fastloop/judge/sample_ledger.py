@@ -46,7 +46,9 @@ def ledger_gate(
             found = [wrong for wrong in found if wrong[1] != "content"]
             unknown = "the batches differ in content, which random augmentation alone would do"
         if found:
-            return _failed(base, *min(found))
+            step, what, words = min(found)
+            why = f"{words} (rank {base.rank})" if base.rank else words
+            return Gate(name="ledger", passed=False, why=why, detail={"step": step, "differs": what})
         if first < math.inf and [row.digest for row in base.steps] != [row.digest for row in arm.steps]:
             later[describe_later(base, arm)] = None
         unknown = _unknown(base, arm, bool(later)) or unknown
@@ -64,11 +66,6 @@ def ledger_gate(
         why=f"{steps} optimizer steps with {_same(regrouped, list(later))}",
         detail={"steps": steps, **({"reshuffled": True} if later else {})},
     )
-
-
-def _failed(base: Ledger, step: int, what: str, words: str) -> Gate:
-    where = f" (rank {base.rank})" if base.rank else ""
-    return Gate(name="ledger", passed=False, why=f"{words}{where}", detail={"step": step, "differs": what})
 
 
 def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:

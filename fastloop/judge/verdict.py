@@ -1,8 +1,8 @@
 """From the runs of two arms and their parity to a verdict in one sentence.
 
-No speed is claimed without runs enough, without a changed rung that took, or where the arms are not the same training;
-"inconclusive" is a fine answer. Several arms against one base share the error rate (``stats.error_rate``): of twenty
-experiments in which nothing differs, however many arms they have, one says otherwise.
+No speed is claimed with too few runs, without a changed rung that took, or where the arms are not the same training;
+"inconclusive" is a fine answer. Several arms against one base share the error rate (``statistics.error_rate``): of
+twenty experiments in which nothing differs, one reports a difference, however many arms they have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
         parity: whether the two are the same training.
         band_pct: differences within plus or minus this count as none. ``no_difference`` needs the whole interval inside
             it; a difference that is certain is named, however small.
-        alpha: how often the interval may miss the truth (``stats.error_rate``).
+        alpha: how often the interval may miss the truth (``statistics.error_rate``).
     """
     bases, arms = _Runs.of(base), _Runs.of(arm)
     fewest = min(len(bases.rates), len(arms.rates))

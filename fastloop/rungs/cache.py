@@ -75,8 +75,8 @@ class Cache:
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
             raise NotApplicable(
-                f"the run asks for {draws:,} samples of {prefix.samples:,}: hardly any twice; write cache.store: disk"
-                " to keep them for later runs"
+                f"the run asks for {draws:,} samples of {prefix.samples:,}: too few repeats to pay off; write"
+                " cache.store: disk to keep them for later runs"
             )
         store, budget = self._choose(prefix, facts)
         share = share_of(prefix, budget)
@@ -101,8 +101,8 @@ class Cache:
             raise NotApplicable(loader.prefix)
         if not loader.prefix.names_files and self.store in ("disk", "redis"):
             raise NotApplicable(
-                f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads them from, and what is"
-                f" kept in {self.store} would go stale when they change; write @cached_prefix(file=...)"
+                f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads, and what {self.store}"
+                " keeps would go stale when they change; write @cached_prefix(file=...)"
             )
         return loader.prefix
 
@@ -158,9 +158,7 @@ def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float)
         most = "what the server has room for" if budget is None else _gb(budget)
         return f"keeps {prefix.what} in {store}, up to {most}: sample size is known once one is made"
     size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_gb(_need(prefix))}"
-    part = (
-        "" if share >= 1 else f"; {store} holds {share:.0%} of them, always the same, and the others are made each time"
-    )
+    part = "" if share >= 1 else f"; {store} holds {share:.0%} of them, the others are made each time"
     return f"keeps {prefix.what} in {store}: {size}{part}"
 
 

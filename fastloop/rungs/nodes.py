@@ -106,9 +106,8 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
     if not loader.map_style:
         return "an iterable dataset iterates by itself; threads can only share one with indexed samples"
     if loader.num_workers:
-        return (
-            f"the loader already has {loader.num_workers} workers; your number stands (set num_workers=0 for threads)"
-        )
+        workers = f"the loader already has {loader.num_workers} workers"
+        return f"{workers}; your number stands (set num_workers=0 for threads)"
     if loader.stateful:
         return f"{loader.kind} tracks its own position, which threads would not update"
     if loader.own_iterator:
@@ -116,10 +115,7 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
     if loader.sampler_hazards:
         return f"threads read ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.shared_draws:
-        return (
-            f"{', '.join(loader.shared_draws[:3])} draw random numbers, and which thread draws which would be chance;"
-            " worker processes have generators of their own"
-        )
+        return f"{', '.join(loader.shared_draws[:3])} draw random numbers, which threads would share; use workers"
     if loader.thread_hazards:
         return f"threads cannot share the dataset as it is: {'; '.join(loader.thread_hazards)}"
     return None

@@ -105,8 +105,7 @@ class Overlap:
         if self.comm_hook == "powersgd" and site.facts.device == "cpu" and sum(sizes) > FIRST_BUCKET_BYTES:
             # Each of its exchanges starts another when it ends, which gloo's threads order differently on each rank.
             raise NotApplicable(
-                "over gloo, powersgd with more than one bucket of gradients waits for ever; it needs"
-                " NCCL (the bucket settings are in place)"
+                "over gloo, powersgd hangs with more than one bucket; it needs NCCL (bucket settings are in place)"
             )
         try:
             site.wrapped.register_comm_hook(*_make_hook(self.comm_hook, counted))

@@ -59,13 +59,8 @@ class Pin:
             return Verdict(took=None, why="no batch was copied to the device")
         pinned, total = evidence["pinned_tensors"], evidence["tensors"]
         if not total:
-            return Verdict(
-                took=None, why=f"no tensor was found in a {evidence['batch_type']} that could have been pinned"
-            )
+            return Verdict(took=None, why=f"a {evidence['batch_type']} has no tensors to pin")
         if not pinned:
-            return Verdict(
-                took=False,
-                why=f"no effect: none of the {total} tensors of a {evidence['batch_type']} was"
-                " pinned; a custom batch type needs a pin_memory() method",
-            )
+            why = f"none of the {total} tensors of a {evidence['batch_type']} was pinned; give it a pin_memory() method"
+            return Verdict(took=False, why=why)
         return Verdict(took=True, why=f"{pinned} of {total} tensors of each batch were pinned")

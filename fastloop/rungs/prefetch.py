@@ -67,13 +67,10 @@ class Prefetch:
             raise NotApplicable(f"{facts.loader.engine} makes the batches on the device, ahead of the step itself")
         if facts.loader.sampler_hazards and not facts.loader.num_workers:
             why = "; ".join(facts.loader.sampler_hazards)
-            raise NotApplicable(f"batches ahead of the training ask the sampler too early: {why}")
+            raise NotApplicable(f"prefetching asks the sampler too early: {why}")
         notes = []
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
-            notes.append(
-                "samples are drawn up to depth batches early in the main process: a training_step that draws"
-                " from the CPU generator too gets other numbers"
-            )
+            notes.append("samples are drawn early in this process: CPU random numbers of training_step differ")
         parity: Parity = "approximate" if notes else "exact"
         wants: dict[str, Any] = {"feed.depth": AHEAD if self.depth == "auto" else self.depth}
         if self.uint8 is not False and (left := self._leave_to_device(facts, facts.loader, notes)):
@@ -112,13 +109,13 @@ class Prefetch:
 def explain_no_bytes(facts: Facts, loader: LoaderFacts) -> str | None:
     """Why pictures have to travel as floats; None where bytes do."""
     if facts.transfer_hooks:
-        return f"{facts.transfer_hooks[0]} of yours is to see the loader's own batches"
+        return f"your {facts.transfer_hooks[0]} expects the loader's own batches"
     if isinstance(loader.images, str):
         return loader.images
     if loader.engine is not None and "thread" not in loader.engine:  # threads ask the dataset, as a DataLoader does
         return f"{loader.engine} makes the batches"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates:
-        return "code of yours makes the batches of samples, and may need floats"
+        return "your own code makes the batches, and may need floats"
     if loader.may_change:
         return f"the dataset may change between epochs, and a copy of it loads: {loader.may_change[0]}"
     return loader.images.explain_no_bytes()

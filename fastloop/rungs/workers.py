@@ -133,8 +133,8 @@ class Workers:
         fitting = fit_in_shm(count, self.prefetch_factor, size, room // facts.local_ranks)
         if fitting is None:
             raise NotApplicable(
-                f"a batch takes {size / 2**20:.1f} MiB, and /dev/shm has room for {room / 2**20:.0f} MiB, which is too"
-                " little for the batches of one worker; give the container --shm-size=8g"
+                f"a batch takes {size / 2**20:.1f} MiB and /dev/shm has {room / 2**20:.0f} MiB free: too little for one"
+                " worker; give the container --shm-size=8g"
             )
         return fitting
 
@@ -150,8 +150,8 @@ class Workers:
         why_not = RELOADS if facts.reload_every_n_epochs else next(iter(loader.may_change), None)
         if why_not is not None and batches < SHORT_EPOCH and self.count == "auto" and not loader.num_workers:
             raise NotApplicable(
-                f"epochs of {batches} batches are too short to pay for starting workers in each, and they cannot be"
-                f" kept between them: {why_not}; if that is fine, write workers.persistent: true"
+                f"epochs of {batches} batches are too short to start workers in each, and keeping them is not safe:"
+                f" {why_not}; if that is fine, write workers.persistent: true"
             )
         return why_not is None
 

@@ -66,6 +66,8 @@ def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no samples are kept"):
+        cache.clear_kept(["2"], path=None, url=None)
     keep(places.find_disk_root(), "1-now").close()
     with pytest.raises(ConfigError) as caught:
         cache.clear_kept(["2"], path=None, url=None)

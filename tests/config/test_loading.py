@@ -292,6 +292,7 @@ def test_precision_is_free_while_amp_is_off(read: Read) -> None:
         ("resnet5", "there are recipes: resnet50; ladders: safe; rungs: amp", "write resnet50"),
         ("gone.yaml", "there is no such file", "check the path"),
         ("a/b", "there is no such file", "check the path"),
+        ("~nobody-here/b.yaml", "there is no such file", "check the path"),
     ],
 )
 def test_unknown_configurations(folder: Path, conf: str, why: str, do: str) -> None:

@@ -275,7 +275,7 @@ def test_settings_of_a_free_section() -> None:
         ({"iner": {"x": 1}}, "recipe.iner (my.yaml:7)", "write inner"),
         ({"inner": {"count": "08"}}, "recipe.inner.count: '08' (my.yaml:7)", "write 8"),
         ({"inner": {"count": 0}}, "recipe.inner.count=0 (my.yaml:7)", "write 1"),
-        ({"inner": 5}, "recipe.inner: 5 (my.yaml:7)", "write inner: {enabled: …}, or delete the line"),
+        ({"inner": 5}, "recipe.inner: 5 (my.yaml:7)", "write inner: {enabled: true}, or delete the line"),
     ],
 )
 def test_faults_in_the_settings_of_a_free_section(values: Any, got: str, do: str) -> None:

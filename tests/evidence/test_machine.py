@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -161,6 +162,17 @@ def test_room_on_a_disk_is_that_of_the_nearest_directory_there_is(tmp_path: Path
     room = machine.disk_free_bytes(tmp_path / "not" / "there")
     assert room is not None and room > 0
     assert machine.disk_free_bytes(Path("not/there/either")) is not None
+
+
+def test_the_cache_directory_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machine.find_cache_home() == tmp_path / ".cache"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert machine.find_cache_home().name == f"cache-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert machine.find_cache_home() == Path("/elsewhere")
 
 
 def test_shared_memory(tmp_path: Path) -> None:

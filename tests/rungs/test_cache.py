@@ -72,7 +72,7 @@ def test_plan() -> None:
     assert plan(facts(shm_free_bytes=4 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
     store, size, note = plan(facts(shm_free_bytes=4 * 10**8, disk_free_bytes=10**8))
     assert (store, size) == ("shm", 320_000_000)
-    assert note.endswith("; shm holds 62% of them, always the same, and the others are made each time")
+    assert note.endswith("; shm holds 62% of them, the others are made each time")
     assert plan(facts(memory_free_bytes=8 * 10**8, disk_free_bytes=0))[1] == 4 * 10**8, "shared memory is memory"
     # what was written stands
     assert plan(facts(), size_gb=0.01)[1] == 10**7
@@ -101,15 +101,19 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
         (facts({"map_style": False}), {}, "samples of an iterable dataset have no index"),
         (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),
         (facts({"prefix": "it is odd"}), {}, "it is odd"),
-        (facts(max_epochs=1), {}, "the run asks for 1,000 samples of 1,000: hardly any twice; write cache.store: disk"),
-        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: hardly any twice"),
-        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: hardly any twice"),
+        (
+            facts(max_epochs=1),
+            {},
+            "the run asks for 1,000 samples of 1,000: too few repeats to pay off; write cache.store: disk",
+        ),
+        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: too few repeats to pay off"),
+        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: too few repeats to pay off"),
         (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
             {"store": "disk"},
-            "it is not known which files Mine.load returns reads them from, and what is kept in disk would go stale",
+            "it is not known which files Mine.load returns reads, and what disk keeps would go stale",
         ),
     ],
 )

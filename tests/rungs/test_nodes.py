@@ -95,8 +95,7 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ({"sampler_hazards": ("a is x", "b")}, "threads read ahead of training: a is x; b"),
         (
             {"draws_random": ("RandomCrop", "a"), "shared_draws": ("RandomCrop", "a", "b", "c")},
-            "RandomCrop, a, b draw random numbers, and which thread draws which would be chance; worker processes have"
-            " generators of their own",
+            "RandomCrop, a, b draw random numbers, which threads would share; use workers",
         ),
         ({"thread_hazards": ("a is x", "b")}, "threads cannot share the dataset as it is: a is x; b"),
     ],

@@ -62,12 +62,10 @@ def test_takes(as_if_on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # D12: a batch type of the user's without pin_memory().
     verdict = verify(Measurement(evidence={"pin": on_cpu}))
     assert verdict.took is False
-    assert verdict.why == (
-        "no effect: none of the 3 tensors of a Own was pinned; a custom batch type needs a pin_memory() method"
-    )
+    assert verdict.why == ("none of the 3 tensors of a Own was pinned; give it a pin_memory() method")
     assert verify(Measurement()).took is None
     unseen = verify(Measurement(evidence={"pin": {**on_cpu, "tensors": 0}}))
-    assert unseen.took is None and unseen.why == "no tensor was found in a Own that could have been pinned"
+    assert unseen.took is None and unseen.why == "a Own has no tensors to pin"
 
     # In a real run: the tensors of the first train batch are looked at, once.
     looks: list[Any] = []

@@ -305,8 +305,8 @@ def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any
     with pytest.raises(NotApplicable) as refused:
         Workers(enabled=True).plan(facts({"batches": 32, **CHANGES}, **run))
     assert str(refused.value) == (
-        "epochs of 32 batches are too short to pay for starting workers in each, and they cannot be kept between"
-        f" them: {why}; if that is fine, write workers.persistent: true"
+        "epochs of 32 batches are too short to start workers in each, and keeping them is not safe:"
+        f" {why}; if that is fine, write workers.persistent: true"
     )
 
 
@@ -337,7 +337,7 @@ def test_your_own_workers_are_kept_where_you_ask_for_it(
 
 
 def test_a_batch_that_fits_nowhere_means_no_workers() -> None:
-    with pytest.raises(NotApplicable, match=r"a batch takes 8\.0 MiB, and /dev/shm has room for 16 MiB, which is too"):
+    with pytest.raises(NotApplicable, match=r"a batch takes 8\.0 MiB and /dev/shm has 16 MiB free: too little"):
         Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**24))
 
 

@@ -107,7 +107,7 @@ class FastLoop(Callback):
         self.verdicts: tuple[Verdict, ...] = ()
         self.findings: tuple[Finding, ...] = ()
         self.words: Mapping[str, Any] = {}
-        """What reports say beside these records: see `rundir.words`."""
+        """What reports say beside these records: see `run_directory.words`."""
         self.run_dir: Path | None = None
         """Where this rank wrote its files, if it did."""
         self._loader_seen: Mapping[str, Any] = {}

@@ -245,14 +245,14 @@ def _windows(strategy: Any) -> Any:
 
 def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     """The first few batches of a loader, without an epoch's short last one; its workers are gone afterwards."""
-    iterator, until = iter(source), time.monotonic() + LOAD_S
-    kept = list(itertools.islice(iterator, FEWEST))
-    ended = len(kept) < FEWEST
-    while not ended and len(kept) < most(kept[0]) and time.monotonic() < until:
-        another = list(itertools.islice(iterator, 1))
-        kept += another
-        ended = not another
-    ended = ended or read_facts.length(source) == len(kept)
+    iterator, until, kept = iter(source), time.monotonic() + LOAD_S, list[Any]()
+    for batch in iterator:
+        kept.append(batch)
+        if len(kept) >= FEWEST and (len(kept) >= most(kept[0]) or time.monotonic() > until):
+            ended = read_facts.length(source) == len(kept)
+            break
+    else:
+        ended = True
     if ended and len(kept) > 1 and (count_samples(kept[-1]) or 0) < (count_samples(kept[0]) or 0):
         kept.pop()
     _end_workers(source, iterator)

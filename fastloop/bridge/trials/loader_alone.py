@@ -238,7 +238,7 @@ def _batches(combined: Any) -> Callable[[], Any]:
 def ready(trainer: Any) -> int | None:
     """Batches that workers have made and nobody has taken yet; None where that cannot be read.
 
-    Not what `queue.batches_owed` leaves of a queue's length: near the end of an epoch less is asked for than it holds.
+    Not the queue's length less `loader_queue.batches_owed`: near the end of an epoch fewer are asked for than it holds.
     """
     if not loader_state.count_queued_batches(trainer):
         return 0

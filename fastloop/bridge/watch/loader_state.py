@@ -1,4 +1,4 @@
-"""The train loaders as they are right now: their iterators, queues and workers. Looks, never touches."""
+"""The train loaders as they are right now: their iterators, queues and workers. Read-only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images import decode_time
+from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader
 
 
@@ -17,9 +18,7 @@ def measure_decode_ms(trainer: Any) -> float | None:
     """What decoding one of the train loader's image files takes; reads a few of them, after the training. None where
     its samples are no image files."""
     for loader in find_loaders(trainer):
-        dataset: Any = getattr(loader, "dataset", None)
-        while type(dataset).__module__.startswith("fastloop.feeds."):  # ours stand in for the user's
-            dataset = dataset.inner
+        dataset = find_user_dataset(getattr(loader, "dataset", None))
         if (found := decode_time.measure_decode_ms(dataset)) is not None:
             return found
     return None

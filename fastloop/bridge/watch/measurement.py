@@ -138,7 +138,7 @@ def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
         "samples_per_s": rate * world_size if window.samples else None,
         "tokens_per_s": rate * world_size * tokens if window.samples and tokens else None,
         "window_too_short": window.steps < 10 or not enough,
-        "usd_per_million_samples": efficiency.compute_usd_per_million_samples(1, usd_per_hour, rate or None),
+        "usd_per_million_samples": efficiency.compute_usd_per_million_samples(usd_per_hour, rate or None),
         "global_batch": int(statistics.median(window.step_samples)) * world_size or None,
         "micro_batch": int(statistics.median(window.batch_samples)) or None if window.batch_samples else None,
         "hooks_ms": _hooks(watch, window),

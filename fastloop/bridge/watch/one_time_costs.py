@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ import psutil
 from fastloop.bridge.watch.loader_state import find_workers
 from fastloop.evidence.clock import one_time
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.evidence.model.dynamo_graphs import shorten_reason
+from fastloop.evidence.model.dynamo_graphs import list_new, read_records, shorten_reason
 from fastloop.records.measurement import AUTOTUNE, COMPILE, REHEARSAL, VALIDATION_COMPILE, WORKERS
 
 MOST_REASONS = 3
@@ -37,22 +36,18 @@ class Compilations:
         self.is_known, self.at_least = True, False
         """Whether this torch tells; and whether some records were lost."""
         self._ledger, self._count_steps = ledger, count_steps
-        self._latest = (_read_records() or [None])[-1]
+        self._latest = (read_records() or [None])[-1]
 
     def note(self, cause: str) -> None:
         """Take in what was compiled since the last call, as `cause`."""
-        records = _read_records()
+        records = read_records()
         if not records or records[-1] is self._latest:  # nearly always
             self.is_known = self.is_known and records is not None
             return
-        new: list[Any] = []
-        for record in reversed(records):
-            if record is self._latest:
-                break
-            new.append(record)
+        new = list_new(records, self._latest)
         self.at_least = self.at_least or (len(new) == len(records) >= 64)
         self._latest = records[-1]
-        for record in reversed(new):
+        for record in new:
             self._add(record, cause)
 
     def sum_s(self) -> dict[str, float | None]:
@@ -83,15 +78,6 @@ class Compilations:
 
     def _tells_tuning(self) -> bool:
         return self._latest is None or any(hasattr(self._latest, field) for field in _TUNING)
-
-
-def _read_records() -> list[Any] | None:
-    """Dynamo's records; None where this torch has none."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return []
-    read = getattr(utils, "get_compilation_metrics", None)  # private, and not in every torch
-    return None if read is None else read()
 
 
 class WorkerStarts:

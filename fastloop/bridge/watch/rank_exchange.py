@@ -67,7 +67,7 @@ class Ranks:
         try:
             self._store.set(str(self.rank), json.dumps(own, default=_plain))
         except Exception as error:  # rank 0 and its store are gone: nobody is left to read it
-            self.why = f"the record of rank {self.rank} found no taker: {type(error).__name__}: {error}"
+            self.why = f"the record of rank {self.rank} could not be handed in: {type(error).__name__}: {error}"
         return ()
 
     def _collect(self, own: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any], ...]:

@@ -24,9 +24,9 @@ from fastloop.feeds.batch_tree import tensors
 ENOUGH_STEPS = 200
 """A window that something comes after ends with so many steps, if its queues have passed ten times."""
 FEWEST_STEPS = 10
-"""Rather than with fewer, what comes after it is not done."""
+"""With fewer steps in the window, what would come after it is skipped."""
 LONGEST_S = 900.0
-"""A window ends after so long, once it is long enough: later steps are only looked at now and then."""
+"""A window that is long enough ends after this time; later steps are only checked now and then."""
 
 
 class Probe(Protocol):

@@ -18,35 +18,6 @@ MFU_DOUBT = 1.0
 """Above it an MFU is no utilisation but a wrong peak, a wrong dtype or a wrong count."""
 
 
-def compute_tflop_per_s(flops_per_sample: float | None, samples_per_s: float | None) -> float | None:
-    """TFLOP/s of one device.
-
-    Args:
-        flops_per_sample: forward and backward of one sample.
-        samples_per_s: of that device, not of all ranks.
-    """
-    if flops_per_sample is None or samples_per_s is None:
-        return None
-    return flops_per_sample * samples_per_s / 1e12
-
-
-def compute_mfu(
-    tflop_per_s: float | None, *, datasheet: float | None, measured_peak: float | None, dtype_in_use: float | None
-) -> dict[str, float | None]:
-    """Shares (0..1) of three peaks, each in TFLOP/s.
-
-    Args:
-        tflop_per_s: what one device does.
-        datasheet: dense bf16 of the datasheet, the yardstick that papers use.
-        measured_peak: a large bf16 product on this very device.
-        dtype_in_use: datasheet peak of the arithmetic the run uses.
-
-    A share above 1 is returned as it is; ``mfu_notes`` says what to make of it.
-    """
-    peaks = {"datasheet": datasheet, "measured_peak": measured_peak, "dtype_in_use": dtype_in_use}
-    return {name: _ratio(tflop_per_s, peak) for name, peak in peaks.items()}
-
-
 def write_mfu_notes(shares: dict[str, float | None]) -> tuple[str, ...]:
     """One sentence for every share above 1."""
     meaning = {
@@ -74,13 +45,9 @@ def compute_joule_per_sample(joule: float | None, seconds: float | None, samples
     return _ratio(_ratio(joule, seconds), samples_per_s)
 
 
-def compute_usd_per_million_samples(
-    devices: int | None, usd_per_gpu_hour: float | None, samples_per_s: float | None
-) -> float | None:
-    """Price of a million samples; ``samples_per_s`` is that of all ``devices`` together."""
-    if devices is None or usd_per_gpu_hour is None:
-        return None
-    return _ratio(devices * usd_per_gpu_hour * 1e6 / 3600, samples_per_s)
+def compute_usd_per_million_samples(usd_per_gpu_hour: float | None, samples_per_s: float | None) -> float | None:
+    """Price of a million samples; ``samples_per_s`` is that of one device."""
+    return _ratio(None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e6 / 3600, samples_per_s)
 
 
 def _ratio(number: float | None, by: float | None) -> float | None:
@@ -108,16 +75,17 @@ def add_work(
     counted = dict(seen.flops if flops is None else flops)
     on_gpu = seen.device == "cuda"
     chip = datasheets.find_peak(seen.device_name) if on_gpu else None
-    own_rate = None if seen.samples_per_s is None else seen.samples_per_s / seen.world_size
-    done = compute_tflop_per_s(counted.get("per_sample"), own_rate)
+    per_sample, rate = counted.get("per_sample"), seen.samples_per_s
+    done = None if per_sample is None or rate is None else per_sample * rate / seen.world_size / 1e12
     arithmetic = _arithmetic(seen, counted) if on_gpu else None
     of_dtype = datasheets.compute_effective_peak(chip, arithmetic)
     gemm = gemm_tflop_per_s if gemm_tflop_per_s is not None else seen.peaks.get("measured_tflop_per_s")
     copy = copy_tb_per_s if copy_tb_per_s is not None else seen.peaks.get("measured_copy_tb_per_s")
-    shares = compute_mfu(done, datasheet=chip.bf16 if chip else None, measured_peak=gemm, dtype_in_use=of_dtype)
+    peaks = {"datasheet": chip.bf16 if chip else None, "measured_peak": gemm, "dtype_in_use": of_dtype}
+    shares = {name: _ratio(done, peak) for name, peak in peaks.items()}
     known = {
         "dtype": arithmetic.dtype if arithmetic else None,
-        "datasheet_tflop_per_s": chip.bf16 if chip else None,
+        "datasheet_tflop_per_s": peaks["datasheet"],
         "dtype_tflop_per_s": of_dtype,
         "measured_tflop_per_s": gemm,
         "dram_tb_per_s": chip.dram_tb_per_s if chip else None,

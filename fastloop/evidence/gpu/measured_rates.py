@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from fastloop.evidence.gpu.nvml import find_uuid, read_driver
+from fastloop.evidence.machine import find_cache_home
 from fastloop.records import store
 
 SCHEMA = 1
@@ -142,16 +142,13 @@ def _place(uuid: str | None, name: str | None) -> tuple[Path | None, dict[str, A
     key = {"uuid": uuid, "name": name, "torch": torch.__version__, "driver": read_driver()}
     if uuid is None or name is None:
         return None, key
-    text = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    root = Path(text) if Path(text).is_absolute() else Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return root / "fastloop" / f"rates-{digest}.json", key
+    return find_cache_home() / "fastloop" / f"rates-{digest}.json", key
 
 
 def _keep(rates: Rates, uuid: str | None, name: str | None) -> None:
     """Written whole or not at all; a place that cannot be written to is no error."""
-    with contextlib.suppress(OSError, RuntimeError):  # Path.home() raises the latter where there is none
+    with contextlib.suppress(OSError):
         path, key = _place(uuid, name)
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ class Gpu:
             Unreadable: no uuid, no nvidia-ml-py, no driver, no such GPU.
         """
         if uuid is None:
-            raise Unreadable("the GPU's uuid is not known")
+            raise Unreadable("the GPU's UUID is unknown")
         nvml = start_nvml()
         handle = _handle(nvml, uuid)
         if handle is None:

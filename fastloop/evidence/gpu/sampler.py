@@ -70,7 +70,7 @@ class Board:
             return
         self._sampler, self.why = None, None
         if self.uuid is None:
-            self.why = "there is no GPU, or its uuid is not known"
+            self.why = "there is no GPU, or its UUID is unknown"
             return
         sampler = _Sampler(self.uuid)
         try:

@@ -1,4 +1,4 @@
-"""What may look at, or change, a sampler and a dataset while training goes on: callbacks, the module, they themselves.
+"""What may read or change a sampler or a dataset during training: callbacks, the module, or their own methods.
 
 A loader that reads ahead asks its sampler earlier; a worker that is kept sees its dataset as it was when it started.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -86,7 +85,7 @@ def list_holders(dataset: Any, others: Iterable[Any], *, between: bool = False) 
             found[f"{path} is held by {held[id(item)]}"] = None
     for other in others:
         for name, function in _list_running(other, between):
-            if (named := next(filter(_BY_DATA.fullmatch, _list_names(function.__code__)), None)) is not None:
+            if (named := next(filter(_BY_DATA.fullmatch, sample_code.list_names(function.__code__)), None)) is not None:
                 found[f"{type(other).__name__}.{name} names {named}"] = None
     return tuple(found)
 
@@ -95,10 +94,9 @@ def _list_held(others: Iterable[Any], between: bool = False) -> Iterator[tuple[i
     """Objects that methods of callbacks and modules get hold of, as attributes or from their own module."""
     for other in others:
         for _, function in _list_running(other, between):
-            own = {name: vars(other)[name] for name in _list_names(function.__code__) if name in vars(other)}
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            enclosed = [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]
-            for name, value in (*own.items(), *enclosed, *sample_code.list_globals(function)):
+            own = {name: vars(other)[name] for name in sample_code.list_names(function.__code__) if name in vars(other)}
+            outer = (*sample_code.list_closure(function), *sample_code.list_globals(function))
+            for name, value in (*own.items(), *outer):
                 yield id(value), f"{type(other).__name__} ({name})"
 
 
@@ -118,10 +116,3 @@ def _list_running(other: Any, between: bool = False) -> Iterator[tuple[str, Any]
             function = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and not (between and name in _OUTSIDE):
                 yield name, function
-
-
-def _list_names(code: Any) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if inspect.iscode(const):
-            yield from _list_names(const)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import io
@@ -120,10 +119,7 @@ def _members(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
     yield from ((f".{name}", value) for name, value in islice(_attributes(item).items(), _MOST_MEMBERS))
     if inspect.isfunction(item):
-        cells = zip(item.__code__.co_freevars, item.__closure__ or (), strict=False)
-        for name, cell in cells:
-            with contextlib.suppress(ValueError):  # an empty one
-                yield f".<closure {name}>", cell.cell_contents
+        yield from ((f".<closure {name}>", value) for name, value in sample_code.list_closure(item))
 
 
 def _attributes(item: Any) -> dict[str, Any]:
@@ -224,20 +220,13 @@ def find_draw(item: Any) -> str | None:
 
 def function_draws(function: Any, depth: int = 3) -> bool:
     """Whether a function names a way to draw random numbers, itself or in functions of the user's that it names."""
-    names = set(_names(function.__code__))
+    names = set(sample_code.list_names(function.__code__))
     if any(_DRAWS.fullmatch(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(
         inspect.isfunction(other) and not _of_library(other) and function_draws(other, depth - 1) for other in called
     )
-
-
-def _names(code: Any) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if inspect.iscode(const):
-            yield from _names(const)
 
 
 def _of_library(thing: Any) -> bool:

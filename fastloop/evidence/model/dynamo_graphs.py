@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 
@@ -29,16 +31,12 @@ def count() -> Count:
     """Dynamo's counters now."""
     from torch._dynamo.utils import counters
 
-    return Count(graphs=count_captured(), breaks=dict(counters["graph_break"]), latest=(_compilations() or [None])[-1])
+    return Count(graphs=count_captured(), breaks=dict(counters["graph_break"]), latest=(read_records() or [None])[-1])
 
 
 def count_since(before: Count) -> dict[str, Any]:
     """What happened since `before`: graphs (int), recompiles and breaks (causes), limit_hit (bool)."""
-    now, new = count(), list[Any]()
-    for metric in reversed(_compilations()):
-        if metric is before.latest:
-            break
-        new.insert(0, metric)
+    now, new = count(), list_new(read_records() or [], before.latest)
     breaks = [cause.splitlines()[0] for cause, times in now.breaks.items() if times > before.breaks.get(cause, 0)]
     recompiles = [
         shorten_reason(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)
@@ -52,12 +50,18 @@ def count_since(before: Count) -> dict[str, Any]:
     }
 
 
-def _compilations() -> list[Any]:
-    try:
-        from torch._dynamo.utils import get_compilation_metrics
-    except ImportError:  # not in every torch; causes are then missing, counts stay
+def read_records() -> list[Any] | None:
+    """Dynamo's records of its latest 64 compilations; None where this torch has none. Does not import Dynamo."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
         return []
-    return list(get_compilation_metrics())
+    read = getattr(utils, "get_compilation_metrics", None)  # private, and not in every torch
+    return None if read is None else list(read())
+
+
+def list_new(records: Sequence[Any], latest: Any) -> list[Any]:
+    """The records behind `latest`; all where it is not among them any more."""
+    return list(takewhile(lambda record: record is not latest, reversed(records)))[::-1]
 
 
 def _is_limit(fail_reason: str) -> bool:

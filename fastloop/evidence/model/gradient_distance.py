@@ -28,7 +28,6 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
         ``kept``        how much of the base's gradient is in the arm's, ``<arm, base> / ||base||^2``: rounding leaves
                         it near 1 however far it scatters the rest, a lost factor does not
         ``worst``       the tensors with the largest part in that: ``name``, ``deviation`` of its own norm, ``share``
-        ``missing``, ``extra``   tensors that only the base has, and only the arm
         ``lost``        of the base's, those that are missing or all zeros in the arm and were not as good as zero
         ``astray``      those with a notable share of the norm of which less than half is kept, or twice as much
         ``finite``      all numbers of the arm's are
@@ -58,8 +57,6 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
             }
             for name in largest[:LISTED]
         ],
-        "missing": [name for name in base if name not in arm],
-        "extra": [name for name in arm if name not in base],
         "lost": lost,
         "astray": astray,
         "finite": is_finite(arm),

@@ -91,6 +91,21 @@ def list_globals(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
+def list_closure(function: Any) -> Iterator[tuple[str, Any]]:
+    """Objects that a function holds in its closure, with their names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty one
+            yield name, cell.cell_contents
+
+
+def list_names(code: Any) -> Iterator[str]:
+    """Names of globals and attributes in a function's code, functions inside it included."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if inspect.iscode(const):
+            yield from list_names(const)
+
+
 def _read_global_names(code: Any) -> Iterator[str]:
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -251,10 +266,7 @@ def _is_change(method: str) -> bool:
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:
     """Names of the objects and of the classes that a function shares with what is around it."""
-    outer = dict(list_globals(function))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty one
-            outer[name] = cell.cell_contents
+    outer = {**dict(list_globals(function)), **dict(list_closure(function))}
     own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
     found = {name: value for name, value in outer.items() if name not in own and not inspect.ismodule(value)}
     classes = {name for name, value in found.items() if isinstance(value, type)}

@@ -76,7 +76,7 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     if datasets.function_draws(function):
         yield f" ({function.__qualname__}) {_DRAWN}"
     for package in sorted(_NOT_FOR_THREADS.intersection(names)):
-        yield f" ({function.__qualname__}) uses {package}, which is not made for several threads"
+        yield f" ({function.__qualname__}) uses {package}, which is not safe for several threads"
 
 
 def _find_installed(item: Any) -> str | None:

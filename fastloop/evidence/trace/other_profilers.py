@@ -24,7 +24,7 @@ _LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInj
 
 
 def in_use(*, cuda: bool) -> str | None:
-    """Who else profiles this process, as a reason to leave it to them; None where nobody can be seen.
+    """Who else profiles this process, as a reason not to trace; None where nobody is found.
 
     Args:
         cuda: also look for tools that watch the GPU.

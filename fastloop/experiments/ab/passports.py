@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from datetime import datetime, timezone
 from pathlib import Path
 
+from fastloop.evidence import machine
 from fastloop.judge import parity
 from fastloop.records import store
 from fastloop.records.experiment import Hardware, Outcome, Passport, PassportsFile, Sample
@@ -23,7 +23,7 @@ SHOWN = 3
 
 def folder() -> Path:
     """Where they are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop" / "passports"
+    return machine.find_cache_home() / "fastloop" / "passports"
 
 
 def keep(

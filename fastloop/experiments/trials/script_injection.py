@@ -196,7 +196,8 @@ def unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
     if "constructed" not in last and code:
         return f"{name} ended{after} before it made a Trainer"
     if "constructed" not in last:
-        return f"{name} is not a Lightning script: it ended without making a Trainer (python -I and -E hide it, too)"
+        hidden = "python -I or -E, or a wrapper that sets PYTHONPATH, hides one"
+        return f"{name} is not a Lightning script: it ended without making a Trainer ({hidden})"
     if "yielded" in last and "fit" not in last:
         return f"{name} already has a FastLoop, which writes its own report"
     if "fit" not in last:

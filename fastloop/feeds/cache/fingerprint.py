@@ -1,6 +1,6 @@
-"""A fingerprint of the user's code and of the values that it reads: another code or value has another one.
+"""A fingerprint of the user's code and of the values that it reads: it changes when either changes.
 
-What cannot be told apart by its looks has none, and the reason is said: a kept sample must never be another's.
+What cannot be compared safely has none, and the reason is given: a kept sample must never be returned for another one.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class _Reader:
     def _read_function(self, function: Any, depth: int, me: bool = True) -> None:
         name = getattr(function, "__qualname__", repr(function))
         if depth > _MOST_DEPTH:
-            raise NoFingerprint(f"{name} calls too deep to follow")
+            raise NoFingerprint(f"{name} nests its calls too deeply to follow")
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
         if (changed := sample_code.find_changed_state(function)) is not None:
             raise NoFingerprint(f"{name} changes{changed} from sample to sample")
         if draws := draws_random(function):
-            raise NoFingerprint(f"{name} draws random numbers, as far as its names tell ({', '.join(draws)})")
+            raise NoFingerprint(f"{name} draws random numbers, judging by the names it uses ({', '.join(draws)})")
         self._read_code(function.__code__)
         self._read_value(function.__defaults__, f"a default of {name}", depth)
         self._read_value(function.__kwdefaults__, f"a default of {name}", depth)
@@ -119,7 +119,7 @@ class _Reader:
         members = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         mine = [node for node in members if isinstance(node.value, ast.Name) and node.value.id == me]
         if len(uses) > len(mine):
-            raise NoFingerprint(f"{name} hands {me} on, and what is read from it cannot be told")
+            raise NoFingerprint(f"{name} passes {me} to other code, so what it reads is unknown")
         for node in mine:
             if isinstance(node.ctx, ast.Store):
                 self._written.add(node.attr)
@@ -136,7 +136,7 @@ class _Reader:
     def _read_value(self, value: Any, name: str, depth: int) -> None:
         """The words of a value, by its kind."""
         if depth > _MOST_DEPTH:
-            raise NoFingerprint(f"{name} lies too deep to follow")
+            raise NoFingerprint(f"{name} is nested too deeply to follow")
         kind = type(value)
         if value is None or kind in (bool, int, float, complex, str, bytes) or isinstance(value, (enum.Enum, PurePath)):
             self.words.append(f"{kind.__qualname__} {value!r}")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import NotApplicable
+from fastloop.evidence import machine
 
 INFO, ALIVE, DATA = "info.json", "alive", "samples.bin"
 _DRAFT = ".draft-"
@@ -36,8 +37,8 @@ def find_shm_root() -> Path:
 
 def find_disk_root(path: str | None = None) -> Path:
     """Where caches on disk lie: in `path`, else in the user's cache directory (XDG_CACHE_HOME)."""
-    home = Path(path) if path else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastloop")
-    return home.expanduser().absolute() / "samples"
+    home = Path(os.path.expanduser(path)) if path else machine.find_cache_home() / "fastloop"  # noqa: PTH111 (cannot fail)
+    return home.absolute() / "samples"
 
 
 def make_private(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What could be kept of the samples of a dataset, read from its code and from a few files' headers. Takes no sample."""
+"""Which part of a dataset's samples could be kept, from its code and a few file headers. Takes no sample."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def read_prefix(dataset: Any) -> PrefixFacts | str:
         return _read(dataset)
     except Exception as error:  # the user's code, of which we asked something unusual
         let_through(error)
-        return f"{type(dataset).__name__} could not be looked at: {type(error).__name__}: {error}"
+        return f"{type(dataset).__name__} could not be inspected: {type(error).__name__}: {error}"
 
 
 def _read(dataset: Any) -> PrefixFacts | str:
     if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):
-        return f"{type(dataset).__name__} has no samples that could be asked for by number"
+        return f"{type(dataset).__name__} has no samples that can be indexed"
     leaf = next(datasets.list_leaves(dataset), dataset)
     fingerprint, names_files, why = datasets.read_marked(dataset)
     if why is None:

@@ -1,4 +1,4 @@
-"""Samples on their way through a store: looked up, or made and kept; counted in every process."""
+"""Looks samples up in a store, or makes and keeps them; counts hits and misses in every process."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ def run_pinned(
     paths: Sequence[str], pins: Sequence[Pins], steps: Sequence[ImageStep], machine: Machine
 ) -> torch.Tensor:
     """DALI's pictures [N, 3, H, W] on the CPU, with each one's random steps as `pins` has them."""
-    machine = Machine(**{**vars(machine), "ahead": 1})
+    machine = replace(machine, ahead=1)
     pipeline = make_pipeline(steps, machine, batch_size=len(paths), seed=0, pinned=True)
     pipeline.feed_input("paths", [encode(path) for path in paths])
     for place, what in list_pins(steps):

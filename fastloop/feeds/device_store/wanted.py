@@ -1,4 +1,4 @@
-"""The want that keeps a set of pictures on the device, and when it may be wanted. Imports torch only when it acts."""
+"""Keeps a set of pictures on the device: the want, and when a rung may ask for it. Imports torch only when it acts."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def _measure_free(device: str) -> int:
 
 
 def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) -> Change:
-    """What a rung wants that keeps the pictures of this loader on the device.
+    """The change of a rung that keeps the pictures of this loader on the device.
 
     Raises:
-        NotApplicable: it is not known that batches made there are what the loader makes.
+        NotApplicable: batches made there might differ from those that the loader makes.
     """
     if (why := explain_no_engine(facts, loader)) is not None:
         raise NotApplicable(f"pictures cannot be kept on the device: {why}")
@@ -115,13 +115,13 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
     if facts.steps_with_iterator:
         return "training_step(dataloader_iter) fetches its own batches"
     if facts.transfer_hooks:
-        return f"{facts.transfer_hooks[0]} of yours is to see batches before they are there"
+        return f"{facts.transfer_hooks[0]} of yours must see batches before they are on the device"
     if isinstance(loader.images, str):
         return loader.images
     if loader.engine is not None:
         return f"{loader.engine} loads already"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
-        return "code of yours makes the batches of samples, or keeps their place"
+        return "code of yours makes the batches or tracks their position"
     if facts.reload_every_n_epochs:
         return "the Trainer reloads its loaders, and all pictures would be decoded again"
     if loader.may_change:
@@ -132,7 +132,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
     if draws is not None and draws <= loader.images.count:
-        return f"the run asks for {draws:,} samples of {loader.images.count:,}: hardly any twice"
+        return f"the run asks for {draws:,} samples of {loader.images.count:,}: too few repeats to pay off"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"

@@ -1,8 +1,8 @@
-"""Pictures that travel as bytes: the dataset hands out uint8, and the device makes floats of it.
+"""Pictures that travel as bytes: the dataset hands out uint8, and the device turns it into floats.
 
-What a transform's tail (ToTensor or ToDtype, then Normalize) makes of a byte depends on the byte and its channel only.
-So the user's own transforms are asked once for all 256 bytes, and the device looks their answers up: the floats are the
-same bits, on every device and by whatever arithmetic.
+What the last transforms (ToTensor or ToDtype, then Normalize) make of a byte depends on the byte and its channel only.
+So the user's own transforms run once on all 256 values, and the device looks the results up: the floats have the same
+bits on every device.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def replace_transform(dataset: Any, transform: Callable[[Any], Any]) -> Any:
 
 def find_user_dataset(dataset: Any) -> Any:
     """What a dataset stands in for."""
-    while type(dataset) is not dataset.__class__:
+    while issubclass(type(dataset), StandInDataset):
         dataset = dataset.inner
     return dataset
 

@@ -1,4 +1,4 @@
-"""Random numbers of a thread's own: torch has one generator for all threads, and who draws which would be chance.
+"""A random generator for each batch: torch has one for all threads, and which thread draws which would be chance.
 
 Each batch draws from a generator seeded by the loader's seed and the batch's number, as each worker process has one by
 its number. The training's own stream is not touched. Only torch's functions are seen; Python's and NumPy's are not.

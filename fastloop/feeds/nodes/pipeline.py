@@ -1,7 +1,7 @@
 """A DataLoader's epochs through a torchdata.nodes pipeline of threads: the same dataset, sampler and collate function.
 
-Nothing is left to chance: the loop asks the sampler, a fixed number of batches ahead, and takes the batches in that
-order. A thread has no more to say than when a batch is done.
+The order is deterministic: the loop asks the sampler, a fixed number of batches ahead, and takes the batches in that
+order. Threads only decide when a batch is done.
 Source: https://docs.pytorch.org/data/0.11/torchdata.nodes.html
 """
 
@@ -227,7 +227,7 @@ class _Epoch(Iterator[Any]):
             if waited_s < tried_workers.SAY_S:
                 continue
             place = None if task.thread is None else find_thread(task.thread)
-            where = f"no batch for {waited_s:.0f} s: its thread, at {task.place}, is in {place or 'no code of Python'}"
+            where = f"no batch for {waited_s:.0f} s: its thread, at {task.place}, is in {place or 'no Python code'}"
             if waited_s >= tried_workers.LIMIT_S:
                 raise FastLoopError(
                     got=where,

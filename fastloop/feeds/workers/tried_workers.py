@@ -1,9 +1,9 @@
-"""Workers for a loader that had none, for as long as what they make can be sent, and pays.
+"""Worker processes for a loader that had none, kept while their batches can be sent and they save time.
 
-torch pickles a batch in a thread of the worker that only prints what goes wrong; the training then waits for ever. Here
-each worker pickles what it made itself and sends the bytes, or says why it cannot. Then fewer workers, or this process
-as in a run without them, make the batches that were not handed out yet, from the same indices in the same order. The
-same where a batch is made in less time than it takes to get it from a worker, as the first ones show.
+torch pickles a batch in a thread of the worker that only prints what goes wrong; the training then waits forever. Here
+each worker pickles its batch itself and sends the bytes, or says why it cannot. In that case fewer workers, or this
+process as in a run without them, make the batches that were not handed out yet, from the same indices in the same
+order. The same happens if the first batches show that making one takes less time than getting it from a worker.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMIT_S = 300.0
 
 
 TIMED = 9
-"""Batches whose way out of a worker is timed before it is held against making them."""
+"""Batches that are timed, in the worker and on their way out of it, before the two times are compared."""
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ TIMED = 9
 
 @dataclass(frozen=True)
 class Unsent:
-    """Comes in the place of a batch that a worker could not send."""
+    """Stands for a batch that a worker could not send."""
 
     why: str
     no_room: bool
@@ -95,10 +95,10 @@ def _begin_batch(indices: Any) -> Any:
 
 
 class _Send:
-    """A ``collate_fn`` that gives back, in a worker, what surely can be sent.
+    """A ``collate_fn`` that returns, in a worker, what can certainly be sent.
 
     Args:
-        made_ms: shared by all workers; each writes there what a batch takes it, but for its first.
+        made_ms: shared by all workers; each writes there how long it takes for a batch, its first one left out.
     """
 
     began = 0.0
@@ -211,7 +211,7 @@ class TriedWorkers:
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
-        # Who knows an epoch's length asks for no batch beyond it: what is set in its last one must not last.
+        # A caller that knows the epoch's length asks for no batch beyond it, so reset what its last batch may have set.
         self._drawn.resumes, self._drawn.pending = False, deque()
         while loader.num_workers:
             source = self._begin(loader, begin)
@@ -294,7 +294,7 @@ class TriedWorkers:
         worker = loader_queue.find_awaited_worker(source)
         place = None if worker is None else self._whereabouts.find(worker.pid)
         if place is None:
-            return "its worker does not say where it is"
+            return "its worker gave no location"
         return f"its worker (pid {worker.pid}) is in {place}"
 
     # -- fewer workers ------------------------------------------------------------------------------------------------

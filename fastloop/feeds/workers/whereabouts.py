@@ -1,5 +1,4 @@
-"""Where a worker process or a thread stands that delivers nothing. A process says so itself, even while native code
-holds it."""
+"""Finds where a stuck worker process or thread is. The process reports it itself, even from inside native code."""
 
 from __future__ import annotations
 

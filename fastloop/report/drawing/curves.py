@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from fastloop.report.drawing.bars import INK, choose_ticks
@@ -33,7 +34,6 @@ class Line(NamedTuple):
 class Curve:
     """Lines over two common axes."""
 
-    alt_text: str
     lines: tuple[Line, ...]
     title: str
     """What the y axis shows."""
@@ -44,6 +44,11 @@ class Curve:
     lost: tuple[tuple[float, str], ...] = ()
     """x and colour of crosses at the bottom: points that have no y."""
     inner_height: int = 180
+
+    @property
+    def alt_text(self) -> str:
+        """The picture in words."""
+        return f"{self.title} over {self.x_label}."
 
     @property
     def width(self) -> int:
@@ -63,7 +68,7 @@ class Curve:
         """Below the curves stand the ticks and the label of the x axis."""
         return self.bottom + 2 * LABEL
 
-    @property
+    @cached_property
     def x_ends(self) -> tuple[float, float]:
         """The ends of the x axis."""
         found = [x for line in self.lines for x, _ in line.points] + [x for x, _ in self.lost]

@@ -40,9 +40,7 @@ def trace_runs(result: ExperimentResult) -> Curve:
         ]
     rates = [rate for arm in result.arms for rate in arm.samples_per_s]
     room = 0.12 * (max(rates) - min(rates)) or 0.05 * max(rates)
-    medians = [f"{arm.name} {short(median(arm.samples_per_s))}" for arm in result.arms if arm.samples_per_s]
     return Curve(
-        alt_text=f"Samples per second of every run in the order they ran. Medians: {', '.join(medians)}.",
         lines=tuple(lines),
         title="samples per second",
         x_label=f"run, in order{'; x: failed' if lost else ''}",

@@ -99,10 +99,8 @@ def make_table(tuning: TuningFile) -> Table:
         )
         for point in list_points(tuning)
     ]
-    note = "" if rows else "n/a: no value was tried."
-    return Table(
-        "Every value that was tried", ("value", "step ms", "samples/s", "why"), rows, numeric=(1, 2), note=note
-    )
+    head, note = ("value", "step ms", "samples/s", "why"), "" if rows else "n/a: no value was tried."
+    return Table("Every value that was tried", head, rows, numeric=(1, 2), note=note)
 
 
 def list_points(tuning: TuningFile) -> list[Point]:

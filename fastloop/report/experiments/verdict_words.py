@@ -10,6 +10,7 @@ from typing import Literal
 
 from fastloop.records.experiment import ArmResult, Comparison, Gate, Hardware, Outcome, choose_digits
 from fastloop.report.drawing.document import Table, printable
+from fastloop.report.run.summary import join_lines
 
 WORDS = ("FASTER", "NO DIFFERENCE", "INCONCLUSIVE", "INSUFFICIENT", "SLOWER", "PARITY FAILED", "FAILED")
 """The best first."""
@@ -32,9 +33,7 @@ MOST_LINES = 14
 def lay_out(first: str, kinds: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """At most 14 lines: the first, and the texts of each kind under its name; where there are more, some share one."""
     shown = [(kind, [text for text in texts if text]) for kind, texts in kinds]
-    while sum(len(texts) for _, texts in shown) > MOST_LINES - 1:
-        longest = max((texts for _, texts in shown), key=len)
-        longest[-2:] = [f"{longest[-2]}; {longest[-1].strip()}"]
+    join_lines(shown, MOST_LINES - 1)
     return put_on_one_line([first, *(f"{kind:<8} {text}" if kind else text for kind, texts in shown for text in texts)])
 
 

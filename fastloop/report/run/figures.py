@@ -146,35 +146,21 @@ def chart_ranks(seen: Measurement) -> Chart | None:
 
 def trace_gpu(seen: Measurement) -> Curve | None:
     """Busy shares over time; None without any."""
-    lines = [
+    lines = tuple(
         Line(points, colour, label, dashes)
         for name, (label, colour, dashes) in LINES.items()
         if (points := _read_series(seen, name))
-    ]
-    return _make_curve("Utilization", "% of the time", SECONDS, lines, -2.0, 102.0)
+    )
+    return Curve(lines=lines, title="% of the time", x_label=SECONDS, low=-2.0, high=102.0) if lines else None
 
 
 def trace_watts(seen: Measurement) -> Curve | None:
     """The board's power over time; None where it could not be read."""
     points = _read_series(seen, "watts")
-    high = 1.05 * max((watts for _, watts in points if not math.isnan(watts)), default=0.0) or 1.0
-    return _make_curve("Power", "watts", SECONDS, [Line(points, "#e8a317")] if points else [], 0.0, high, 60)
-
-
-def _make_curve(
-    what: str, title: str, x_label: str, lines: Sequence[Line], low: float, high: float, inner_height: int = 180
-) -> Curve | None:
-    if not lines:
+    if not points:
         return None
-    return Curve(
-        alt_text=f"{what} in {title} over {x_label}.",
-        lines=tuple(lines),
-        title=title,
-        x_label=x_label,
-        low=low,
-        high=high,
-        inner_height=inner_height,
-    )
+    high = 1.05 * max(watts for _, watts in points if not math.isnan(watts)) or 1.0
+    return Curve(lines=(Line(points, "#e8a317"),), title="watts", x_label=SECONDS, low=0.0, high=high, inner_height=60)
 
 
 def _read_series(seen: Measurement, name: str) -> tuple[tuple[float, float], ...]:
@@ -200,7 +186,6 @@ def trace_loss(seen: Measurement) -> Curve | None:
     finite = [loss for _, loss in points if not math.isnan(loss)] or [0.0]
     room = 0.05 * (max(finite) - min(finite)) or 0.05 * abs(finite[0]) or 1.0
     return Curve(
-        alt_text="Loss of each optimizer step; gaps where it was no finite number.",
         lines=(Line(points, "#2f6fb5"),),
         title=f"loss; x: not finite ({len(lost)} of {len(points)} points)" if lost else "loss",
         x_label="optimizer step",

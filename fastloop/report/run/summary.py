@@ -122,7 +122,7 @@ def lines(
         *_list_next(then, later),
         ("REPORT", [str(report)] if report else []),
     ]
-    _fit(kinds, MOST_LINES - len(head))
+    join_lines(kinds, MOST_LINES - len(head))
     return [*map(_flatten, head), *(f"{kind:<8} {line}" if kind else line for kind, texts in kinds for line in texts)]
 
 
@@ -138,7 +138,7 @@ def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
     ]
 
 
-def _fit(kinds: list[tuple[str, list[str]]], most: int) -> None:
+def join_lines(kinds: list[tuple[str, list[str]]], most: int) -> None:
     """Join lines, in place, until there are at most so many: first those of one kind, last those of the numbers.
 
     Two at a time, neighbors that are the shortest together: so no line gets much longer than it has to.

@@ -121,7 +121,7 @@ def test_a_store_that_fails_hurts_nobody(store: Any) -> None:
     first, second = Ranks(trainer(0)), Ranks(trainer(1))
     first._store = broken = Without(first._store, "check", gone)
     second._store = Without(second._store, "set", gone)
-    assert second.gather({}) == () and "found no taker" in str(second.why)
+    assert second.gather({}) == () and "could not be handed in" in str(second.why)
     assert [record["rank"] for record in first.gather({}, limit_s=60)] == [0]
     assert broken.failed == 1 and first.missing == (1,) and "Connection reset" in str(first.why)
 

@@ -114,19 +114,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: py
     assert fired and read_cached(UUID, NAME) is None and list(cache.iterdir()) == []
 
 
-def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    fired = []
-
-    def homeless() -> Path:
-        fired.append(True)
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", homeless)
-    keep()
-    assert read_cached(UUID, NAME) is None and len(fired) == 2
-
-
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")

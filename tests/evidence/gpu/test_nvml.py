@@ -48,7 +48,7 @@ def test_the_visible_devices_play_no_part(nvml: FakeNvml, monkeypatch: pytest.Mo
 
 
 def test_no_reading_without_uuid_package_driver_or_gpu(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unreadable, match="uuid"):
+    with pytest.raises(Unreadable, match="UUID"):
         Gpu.open(None)
     with pytest.raises(Unreadable, match="no GPU GPU-x"):
         Gpu.open("GPU-x")

@@ -224,7 +224,7 @@ def test_without_a_gpu_to_read_there_is_a_reason(nvml: FakeNvml, monkeypatch: py
     board = watched(0.05, uuid={"no uuid": None, "no such gpu": "GPU-x"}.get(trouble, UUID))
     assert board.stop() is None
     expected = {
-        "no uuid": "uuid",
+        "no uuid": "UUID",
         "no package": "imported",
         "no driver": "does not start",
         "no such gpu": "GPU-x",

@@ -135,7 +135,7 @@ def test_another_attribute_has_another(name: str) -> None:
 
 def test_a_decorator_does_not_hide_what_a_method_reads() -> None:
     """Its source is the method's by functools.wraps, and its own code hands self on."""
-    with pytest.raises(NoFingerprint, match="hands self on"):
+    with pytest.raises(NoFingerprint, match="passes self to other code"):
         read_method(Plain(value=1), Plain.decorated)
 
 
@@ -148,8 +148,8 @@ def test_what_it_sets_itself_it_finds_unset() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("hands_self_on", None, "Plain.hands_self_on hands self on, and what is read from it cannot be told"),
-        ("draws", None, "Plain.draws draws random numbers, as far as its names tell"),
+        ("hands_self_on", None, "Plain.hands_self_on passes self to other code, so what it reads is unknown"),
+        ("draws", None, "Plain.draws draws random numbers, judging by the names it uses"),
         ("counts", None, "Plain.counts changes (the outer CALLS) from sample to sample"),
         ("by_attribute", object(), "self.value (builtins.object) cannot be fingerprinted"),
         ("by_attribute", Plain(), "self.value (tests.feeds.cache.test_fingerprint.Plain) cannot be fingerprinted"),

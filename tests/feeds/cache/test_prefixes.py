@@ -82,8 +82,8 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
         "TensorDataset is no ImageFolder and has no image_path_and_label(index), and none of its methods is marked by"
         " fastloop.cached_prefix"
     )
-    assert "has no samples that could be asked for by number" in str(read_prefix(Stream()))
+    assert "has no samples that can be indexed" in str(read_prefix(Stream()))
     data = Arrays(tmp_path)
     data.scale = lambda: data  # type: ignore[assignment]
     assert "cannot be fingerprinted" in str(read_prefix(data))
-    assert read_prefix(Breaks(tmp_path)) == "Breaks could not be looked at: RuntimeError: not yet"
+    assert read_prefix(Breaks(tmp_path)) == "Breaks could not be inspected: RuntimeError: not yet"

@@ -18,14 +18,13 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSamp
 from torchvision import transforms as T
 
 from fastloop.errors import FastLoopError, NotApplicable
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.dali import engine as engines
 from fastloop.feeds.dali.engine import DaliLoader, try_pixels
 from fastloop.feeds.dali.graph import Machine
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.lazy_loader import clone
-from fastloop.feeds.window_batches import WindowDataset, collate_window
+from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from tests.feeds.dali.folders import damage, make_folder, read_folder
 
 MACHINE = Machine(threads=2)

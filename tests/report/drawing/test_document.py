@@ -18,7 +18,7 @@ from tests.report.samples import HOSTILE
 TABLE = Table("unseen", ("a", "b"), (("x|y", "1"),), numeric=(1,), note="A note.")
 SECTION = Section(title="One", text=("First.", "Second *not bold*."), table=TABLE, listed=("item",), code="a: ```1```")
 
-CURVE = Curve(alt_text="x", lines=(Line(((1.0, 2.0),)),), title="y", x_label="x", low=0.0, high=4.0)
+CURVE = Curve(lines=(Line(((1.0, 2.0),)),), title="y", x_label="x", low=0.0, high=4.0)
 
 
 def told(**more: Any) -> Document:

@@ -90,4 +90,4 @@ def test_an_arm_that_failed_and_one_that_was_not_judged_are_named() -> None:
 
 def test_the_picture_in_words() -> None:
     runs, ratios = shown(AB["faster"]())
-    assert "Medians: base 343, amp " in runs.alt_text and "amp FASTER 1.32x" in ratios.alt_text
+    assert runs.alt_text == "samples per second over run, in order." and "amp FASTER 1.32x" in ratios.alt_text

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from fastloop.evidence import machine
 from fastloop.records import store
 
 FILE = "rehearsals.json"
@@ -49,7 +49,7 @@ class Remembered:
     """The file, and the fingerprints under which this model stands in it."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
-        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastloop"
+        self.folder = machine.find_cache_home() / "fastloop"
         self._model = fingerprint(modules, device)
 
     @property
