@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     options.batch = options.batch or (256 if options.size == "default" else 16)
-    context, began = torch.multiprocessing.get_context("spawn"), time.monotonic()
+    context = torch.multiprocessing.get_context("spawn")
     pipes, processes = dict[Any, str](), list[Any]()
     for way in options.ways:
         ours, theirs = context.Pipe()
@@ -194,12 +194,11 @@ def main() -> None:
         theirs.close()
         pipes[ours] = way
     try:
-        ready = list(gather(pipes, options.budget * 0.7))
+        ready = list(gather(pipes, 0.7 * (options.until - time.monotonic())))
         for process, pipe in zip(processes, pipes, strict=True):
             if pipe not in ready:  # else it would go on beside what is timed
                 process.kill()
         cases = [Case(way, partial(measure, pipe)) for pipe, way in pipes.items() if pipe in ready]
-        options.budget -= time.monotonic() - began
         run_cases("batch_norm", cases, options, rate="images_per_s", batch=options.batch, groups=options.groups)
     finally:
         for process in processes:

@@ -94,7 +94,7 @@ def train(recipe: str, arm: str, options: argparse.Namespace, left_s: float) -> 
     variation: Any = "resident" if kind == "resident" else "as_it_is"
     job = Job(conf=recipe, more=tuple(ARMS[kind]), overrides=tuple(overrides), variation=variation)
     with tempfile.TemporaryDirectory() as folder:
-        trial = run_trial(arm, job, Path(folder), limits=Limits(total_s=max(1, min(LIMIT_S, left_s - GRACE_S))))
+        trial = run_trial(arm, job, Path(folder), limits=Limits(total_s=min(LIMIT_S, left_s)))
         written = json.loads((Path(folder) / "verdicts.json").read_text()) if trial.ok else {}
     if trial.measurement is None or not trial.ok:
         return {"error": f"{trial.cause}: {trial.tail[-600:]}", "started": trial.started}
@@ -131,10 +131,11 @@ def main() -> None:
     parser.add_argument("--arms", help="default: the tricks, one more at a time")
     options = parser.parse_args()
     cases = [
-        Case(f"{recipe}: {name}", partial(train, recipe, arm, options), 30 if options.size == "default" else 5)
+        Case(f"{recipe}: {name}", partial(train, recipe, arm, options), 30 if options.size == "default" else 15)
         for recipe in options.recipes
         for name, arm in ([(arm, arm) for arm in options.arms.split(",")] if options.arms else list_stacks(recipe))
     ]
+    options.until -= GRACE_S
     with quick_starts():
         run_cases("compute", cases, options, rate="samples_per_s")
 

@@ -33,15 +33,15 @@ LOADERS = ("dali", "nodes")
 class Script:
     """One script, and what its runs came to."""
 
-    def __init__(self, name: str, place: Path, options: argparse.Namespace, until: float) -> None:
-        self.name, self.place, self.options, self.until = name, place, options, until
+    def __init__(self, name: str, place: Path, options: argparse.Namespace) -> None:
+        self.name, self.place, self.options = name, place, options
         self.runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.findings: list[dict[str, Any]] = []
 
     def run(self, arm: str, number: int, config: str | dict[str, Any]) -> Path | None:
         """A line; the folder of what fastloop wrote, None where the budget has no room."""
         folder = self.place / f"{number}-{self.name}-{arm.replace(' ', '-')}"
-        left_s = self.until - time.monotonic() - GRACE_S
+        left_s = self.options.until - time.monotonic() - GRACE_S
         if left_s < max((row["process_s"] for row in self.runs["watched"]), default=LEAST_S):
             say("counterfactual", {"script": self.name, "arm": arm, "left_out": f"{max(0, left_s):.0f} s left"})
             return None
@@ -116,10 +116,9 @@ def main() -> None:
     if unknown := set(options.scripts.split(",")) - set(SCRIPTS):
         parser.error(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
     options.devices, options.data, options.more, options.parallel = 1, None, {}, 1
-    until = time.monotonic() + options.budget
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         make_timer(Path(folder) / "timer")
-        scripts = [Script(name, Path(folder), options, until) for name in options.scripts.split(",")]
+        scripts = [Script(name, Path(folder), options) for name in options.scripts.split(",")]
         for number in range(options.rounds):
             for script in scripts:
                 script.compare(number)

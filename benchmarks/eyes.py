@@ -1,6 +1,6 @@
 """Are the eyes right? Each check prints one JSON line.
 
-    python benchmarks/eyes.py [parts] [flops] [marks]
+    python -m benchmarks.eyes [parts] [flops] [marks]
 
 parts  the step's parts from events against the same steps' trace, for steps bound by the device, the loader, launches,
        copies and a callback: within max(2 % of the step, 0.3 ms)
@@ -11,7 +11,6 @@ marks  what the watch's own calls cost, one by one
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import tempfile
 import time
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import planted
 import torch
-import trace_parts
 from lightning.pytorch.callbacks import Callback
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import planted, trace_parts
+from benchmarks.cases import say
 from fastloop import FastLoop
 from fastloop.bridge.watch import measurement, session
 from fastloop.evidence.clock import step_clock
@@ -137,22 +136,19 @@ def parts(per_ms: float) -> None:
         # does between two batches is compared as a whole.
         hooks, between = off.pop("callbacks_logging"), seen.get("host_other", 0.0) - told["between_ms"]
         off["between batches"] = hooks + between
-        print(
-            json.dumps(
-                {
-                    "what": "parts",
-                    "case": name,
-                    "events_ms": seen,
-                    "trace_ms": told["parts_ms"],
-                    "trace_step_ms": told["step_ms"],
-                    "trace_between_ms": told["between_ms"],
-                    "off_ms": off,
-                    "limit_ms": limit,
-                    "right": all(abs(ms) <= limit for ms in off.values()),
-                    "steps": [seen.get("steps"), told["steps"]],
-                }
-            ),
-            flush=True,
+        say(
+            "parts",
+            {
+                "case": name,
+                "events_ms": seen,
+                "trace_ms": told["parts_ms"],
+                "trace_step_ms": told["step_ms"],
+                "trace_between_ms": told["between_ms"],
+                "off_ms": off,
+                "limit_ms": limit,
+                "right": all(abs(ms) <= limit for ms in off.values()),
+                "steps": [seen.get("steps"), told["steps"]],
+            },
         )
     session.Trace = made  # type: ignore[misc]
     step_clock.FIRST_IN_DETAIL = 8
@@ -178,34 +174,28 @@ def flops() -> None:
         if seen.flops.get("per_sample") is None:
             seen = add_work(seen, flops=trial)
         shown[kind] = (seen.samples_per_s, seen.mfu["datasheet"])
-        print(
-            json.dumps(
-                {
-                    "what": "flops",
-                    "kind": kind,
-                    "flops": dict(seen.flops),
-                    "samples_per_s": seen.samples_per_s,
-                    "tflop_per_s": seen.tflop_per_s,
-                    "mfu": dict(seen.mfu),
-                    "peaks": dict(seen.peaks),
-                    "took": [verdict.took for verdict in loop.verdicts],
-                }
-            ),
-            flush=True,
+        say(
+            "flops",
+            {
+                "kind": kind,
+                "flops": dict(seen.flops),
+                "samples_per_s": seen.samples_per_s,
+                "tflop_per_s": seen.tflop_per_s,
+                "mfu": dict(seen.mfu),
+                "peaks": dict(seen.peaks),
+                "took": [verdict.took for verdict in loop.verdicts],
+            },
         )
     for kind in ("checkpointed", "compiled"):
         rate, mfu = (shown[kind][number] / shown["eager"][number] for number in (0, 1))
-        print(
-            json.dumps(
-                {
-                    "what": "flops",
-                    "kind": f"{kind} over eager",
-                    "rate_ratio": rate,
-                    "mfu_ratio": mfu,
-                    "right": abs(rate / mfu - 1) < 0.01,
-                }
-            ),
-            flush=True,
+        say(
+            "flops",
+            {
+                "kind": f"{kind} over eager",
+                "rate_ratio": rate,
+                "mfu_ratio": mfu,
+                "right": abs(rate / mfu - 1) < 0.01,
+            },
         )
 
 
@@ -234,7 +224,7 @@ def marks() -> None:
         spent[name] = round((time.perf_counter() - begun) / 5000 * 1e6, 2)
         torch.cuda.synchronize()
     steps = [round(measurement.measure_cost_us(device, 2000), 1) for _ in range(5)]
-    print(json.dumps({"what": "marks", "us": spent, "step_us": steps}), flush=True)
+    say("marks", {"us": spent, "step_us": steps})
 
 
 def main() -> None:
@@ -243,17 +233,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    print(
-        json.dumps(
-            {
-                "what": "eyes",
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "lightning": L.__version__,
-            }
-        ),
-        flush=True,
-    )
+    say("eyes", {"checks": options.checks})
     if "marks" in options.checks:
         marks()
     if "parts" in options.checks:

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 
 from scipy import stats
 
-from benchmarks.cases import ROOT, say
+from benchmarks.cases import ROOT, add_budget, say
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks" / "foreign").glob("*.py"))
 ARMS = ("plain", "watched", "safe", "full")
@@ -253,11 +253,11 @@ def list_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def run_all(options: argparse.Namespace, place: Path) -> None:
-    timer, until = make_timer(place / "timer"), time.monotonic() + options.budget
+    timer = make_timer(place / "timer")
     rows: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
 
     def run(case: Case) -> dict[str, Any]:
-        before, left_s = rows[case.script, case.arm], until - time.monotonic() - GRACE_S
+        before, left_s = rows[case.script, case.arm], options.until - time.monotonic() - GRACE_S
         needed_s = max((row["process_s"] for row in before), default=min(options.limit, LEAST_S))
         if left_s < needed_s:
             return {**case._asdict(), "left_out": f"takes about {needed_s:.0f} s, {max(0, left_s):.0f} s left"}
@@ -354,7 +354,7 @@ def parse() -> argparse.Namespace:
         "--args", action="append", default=[], metavar="SCRIPT: ARGS", help="more arguments for one script"
     )
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; what does not fit in is left out")
+    add_budget(parser)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time; nothing is timed above 1")
     parser.add_argument("--keep", type=Path, help="folder for what the runs write, instead of a temporary one")
     parser.add_argument(

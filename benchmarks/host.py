@@ -19,7 +19,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.cases import Case, make_parser, run_cases, wait
+from benchmarks.cases import Case, find_data, make_parser, run_cases, wait
 from fastloop import FastLoop
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.config.loading import load
@@ -78,7 +78,7 @@ class Stopwatch(L.Callback):
 
 def measure(case: str, steps: int, size: str, _left_s: float) -> dict[str, Any]:
     """One fit."""
-    what, rungs = CASES[case]
+    (what, rungs), batch = CASES[case], 128 if size == "default" else 32
     if size == "tiny":  # compiling for a CPU takes minutes
         rungs = {name: keys for name, keys in rungs.items() if name != "compile"}
     torch.manual_seed(0)
@@ -94,17 +94,19 @@ def measure(case: str, steps: int, size: str, _left_s: float) -> dict[str, Any]:
         batches = DataLoader([torch.randn(8, 8, device=device)] * steps, batch_size=None)  # type: ignore[arg-type]
         trainer.fit(Small("value" in case), batches)
     else:
-        module, data = build_recipe(load("cifar10", overrides=[f"recipe.size={size}"]))
+        files = find_data("cifar10-jpg.tar", size)
+        overrides = [f"recipe.size={size}", *([f"recipe.data={files}"] if files else [])]
+        module, data = build_recipe(load("cifar10", overrides=overrides))
         if what == "store":
             trainer.fit(module, data)
         else:
-            pair = torch.randn(128, 3, 32, 32, device=device), torch.randint(10, (128,), device=device)
+            pair = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
             trainer.fit(module, DataLoader([pair] * steps, batch_size=None))  # type: ignore[arg-type]
     assert loop.measurement is not None
     row: dict[str, Any] = {"steps": steps, "us_per_step": 1e6 * watch.seconds / (steps - steps // 2)}
     row["cpu_us_per_step"] = 1e6 * watch.cpu_seconds / (steps - steps // 2)
     if what != "loop":
-        row["img_per_s"] = 128 * (steps - steps // 2) / watch.seconds
+        row["img_per_s"] = batch * (steps - steps // 2) / watch.seconds
     row["verdicts"] = {each.rung: each.why for each in loop.verdicts if each.rung == "host" or not each.took}
     found = loop.measurement.evidence.get("host", {})
     return {**row, "host": {name: found[name] for name in found if name != "graph_refused"}}

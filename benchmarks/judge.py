@@ -1,6 +1,6 @@
 """The judge on the same training again and again: how often does it cry wolf?
 
-    python benchmarks/judge.py aa cifar10 --runs 20 --steps 300 [--warmup 30] [--set recipe.size=tiny …] [--keep DIR]
+    python -m benchmarks.judge aa cifar10 --runs 20 --steps 300 [--warmup 30] [--set recipe.size=tiny …] [--keep DIR]
 
 Trains one configuration --runs times, each in a process of its own, and reads the runs as A/A experiments: of the
 pairs of neighbouring runs five are drawn, and of each pair one run is A and the other B. Such a reading is balanced
@@ -11,7 +11,6 @@ A reading is not a new experiment: all of them share the same runs, so one unluc
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -19,6 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.cases import say, summarize
 from fastloop.experiments.ab.arms import Ask, ConfigArm
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, finished
@@ -74,37 +74,13 @@ def main() -> None:
         ask = Ask(seed=0, steps=options.steps, warmup=options.warmup)
         folder = place / f"run-{number}"
         trial = finished(folder) or arm.run(f"run {number}", folder, ask, limits=Limits(total_s=600))
-        print(
-            json.dumps(
-                {
-                    "what": "aa_run",
-                    "run": number,
-                    "samples_per_s": trial.samples_per_s,
-                    "cause": trial.cause,
-                    "seconds": round(trial.seconds, 1),
-                    "load": os.getloadavg()[0],
-                }
-            ),
-            flush=True,
-        )
+        found = {"samples_per_s": trial.samples_per_s, "cause": trial.cause, "seconds": round(trial.seconds, 1)}
+        say("aa_run", {"run": number, **found, "load": os.getloadavg()[0]})
         if number and trial.samples_per_s is not None:
             rates.append(trial.samples_per_s)
     spread = statistics.stdev(map(math.log, rates))
-    print(
-        json.dumps(
-            {
-                "what": "aa",
-                "conf": options.conf,
-                "set": options.set,
-                "steps": options.steps,
-                "n": len(rates),
-                "spread_pct": 100 * spread,
-                "median_samples_per_s": statistics.median(rates),
-                **readings(rates),
-            }
-        ),
-        flush=True,
-    )
+    about = {"conf": options.conf, "set": options.set, "steps": options.steps, "spread_pct": 100 * spread}
+    say("aa", {**about, **summarize(rates, "samples_per_s"), **readings(rates)})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What FastLoop costs a step: an empty Callback, FastLoop switched off, FastLoop watching.
 
-    python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--device cpu] [--busy-ms 10]
+    python -m benchmarks.overhead [--rounds 15] [--steps 2000] [--device cpu] [--busy-ms 10]
 
 A trivial model (one Linear(8, 1)), so that the Trainer itself is the step; with --busy-ms the device has that much to
 do in each step besides, and so is the limit. The cases take turns within each round, in an order that is shuffled each
@@ -11,7 +11,6 @@ order statistics. One JSON line per case, with the largest peak of the device's 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import statistics
@@ -26,6 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from scipy import stats
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.cases import say
 from fastloop import FastLoop
 
 OFF = {"watch": {"enabled": False}}
@@ -120,25 +120,14 @@ def main() -> None:
     for name, values in spent.items():
         paired = [value - base for value, base in zip(values, spent["empty Callback"], strict=True)]
         low, high = interval(paired)
-        print(
-            json.dumps(
-                {
-                    "what": "overhead",
-                    "case": name,
-                    "us_per_step": round(statistics.median(values), 2),
-                    "over_empty_callback_us": round(statistics.median(paired), 2),
-                    "ci95_us": [round(low, 2), round(high, 2)],
-                    "rounds": options.rounds,
-                    "steps": options.steps,
-                    "busy_ms": options.busy_ms,
-                    "device": torch.cuda.get_device_name() if cuda else "cpu",
-                    "peak_bytes": peak_bytes[name] if cuda else None,
-                    "lightning": L.__version__,
-                    "torch": torch.__version__,
-                }
-            ),
-            flush=True,
-        )
+        found = {
+            "case": name,
+            "us_per_step": round(statistics.median(values), 2),
+            "over_empty_callback_us": round(statistics.median(paired), 2),
+            "ci95_us": [round(low, 2), round(high, 2)],
+            "peak_bytes": peak_bytes[name] if cuda else None,
+        }
+        say("overhead", {**found, **vars(options)})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trainings with one planted bottleneck (or two, or none), and what FastLoop calls it.
 
-    python benchmarks/planted.py [--device cpu] [--repeats 20] [--plants getitem,collate,...]
+    python -m benchmarks.planted [--device cpu] [--repeats 20] [--plants getitem,collate,...]
 
 Each line is one training: what was planted, what was named, in order, with the share of the step. The last line of each
 plant counts how often the right name came first. On the CPU the step is about 10 ms on one thread; on CUDA a kernel of
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import logging
 import tempfile
 import time
@@ -27,6 +26,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from benchmarks.cases import say
 from fastloop import FastLoop
 
 STEPS, WARMUP = 70, 10
@@ -227,7 +227,6 @@ def is_right(plant: Plant, found: list[str]) -> bool:
 def line(name: str, number: int, plant: Plant, loop: FastLoop) -> dict[str, Any]:
     seen, found = loop.measurement, named(loop)
     return {
-        "what": "planted",
         "plant": name,
         "run": number,
         "expected": list(plant.expected),
@@ -265,23 +264,9 @@ def main() -> None:
             loop = train(plants[name], options.device, per_ms=per_ms)
             found = line(name, number, plants[name], loop)
             right[name] += found["right"]
-            print(json.dumps(found), flush=True)
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+            say("planted", found)
     for name, count in right.items():
-        print(
-            json.dumps(
-                {
-                    "what": "planted",
-                    "plant": name,
-                    "right": count,
-                    "n": options.repeats,
-                    "gpu": gpu,
-                    "torch": torch.__version__,
-                    "lightning": L.__version__,
-                }
-            ),
-            flush=True,
-        )
+        say("planted", {"plant": name, "right": count, "n": options.repeats, "device": options.device})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does the host-to-device copy leave the step? A copy-heavy training under torch.profiler, without and with prefetch.
 
-    python benchmarks/prefetch_trace.py [--mib 320] [--steps 30]
+    python -m benchmarks.prefetch_trace [--mib 320] [--steps 30]
 
 Batches of `mib` MiB lie ready in pinned memory, so that nothing but the copy is at stake. From the trace: the copies'
 total time, the part of it during which a kernel ran (hidden), and the step time with its copies. One JSON line each.
@@ -9,7 +9,6 @@ total time, the part of it during which a kernel ran (hidden), and the step time
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import time
@@ -20,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.cases import say
 from fastloop import FastLoop
 
 Span = tuple[float, float]
@@ -116,7 +116,6 @@ def run(prefetch: bool, mib: int, steps: int) -> dict[str, Any]:
     copies, kernels = union(spans(trace.profiler, copies=True)), union(spans(trace.profiler, copies=False))
     total, hidden, count = sum(end - start for start, end in copies), overlap(copies, kernels), trace.last - trace.first
     return {
-        "what": "prefetch_trace",
         "prefetch": prefetch,
         "mib_per_batch": mib,
         "traced_steps": count,
@@ -139,14 +138,13 @@ def main() -> None:
     for number in range(options.rounds):
         for prefetch in (False, True) if number % 2 == 0 else (True, False):
             results[prefetch].append(run(prefetch, options.mib, options.steps))
-            print(json.dumps(results[prefetch][-1]), flush=True)
+            say("prefetch_trace", results[prefetch][-1])
     for prefetch, rows in results.items():
         middle = {
             key: statistics.median(row[key] for row in rows)
             for key in ("step_ms", "copy_ms_per_step", "hidden_pct", "exposed_copy_ms_per_step")
         }
-        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lightning": L.__version__}
-        print(json.dumps({"what": "prefetch_trace summary", "prefetch": prefetch, "n": len(rows), **middle, **where}))
+        say("prefetch_trace summary", {"prefetch": prefetch, "n": len(rows), **middle})
 
 
 if __name__ == "__main__":

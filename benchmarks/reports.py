@@ -1,6 +1,6 @@
 """The recipes' reports: each one naive and under `full`, diagnosed with ceilings, synchronisations and a trace.
 
-    python benchmarks/reports.py resnet50:naive gpt2:full … --data DIR --out DIR [--devices 2]
+    python -m benchmarks.reports resnet50:naive gpt2:full … --data DIR --out DIR [--devices 2]
 
 Writes `<recipe>_<arm>[_x2].{md,html,json}` into --out, and prints one JSON line each. Every training is a process of
 its own (`fastloop diagnose`).
@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from recipes import DATA, FULL
+from benchmarks.cases import say
+from benchmarks.compute import DATA, FULL
 
 LIMIT_S = 480
 STEPS = {
@@ -133,18 +134,8 @@ def main() -> None:
                     found |= keep(case, options, folder)
             except subprocess.TimeoutExpired:
                 found = {"rc": None, "said": [f"over {LIMIT_S} s"]}
-        print(
-            json.dumps(
-                {
-                    "what": "report",
-                    "case": case,
-                    "devices": options.devices,
-                    "took_s": round(time.monotonic() - began),
-                    **found,
-                }
-            ),
-            flush=True,
-        )
+        took_s = round(time.monotonic() - began)
+        say("report", {"case": case, "devices": options.devices, "took_s": took_s, **found})
 
 
 if __name__ == "__main__":

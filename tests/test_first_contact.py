@@ -27,8 +27,8 @@ def test_a_strangers_script_is_short_and_has_never_heard_of_us(path: Path) -> No
 
 
 def run(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(first_contact.ROOT / "benchmarks" / "first_contact.py"), "--size", "tiny"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=True)
+    command = [sys.executable, "-m", "benchmarks.first_contact", "--size", "tiny", *arguments]
+    done = subprocess.run(command, cwd=first_contact.ROOT, capture_output=True, text=True, timeout=200, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Run ``pytest tests/gpu -n 3 -m "not alone"``, then ``pytest tests/gpu -m alone``."""
+"""What only a CUDA device can show. Run ``pytest tests/gpu -n 3 -m "not alone"``, then ``-m alone`` without -n."""
 
 from __future__ import annotations
 
