@@ -161,7 +161,7 @@ def headspace(conf: str, json_to: str | None, **options: Any) -> None:
 @click.option(
     "--vs", multiple=True, metavar="PATCH.yaml|RUNG|KEY=VALUE[,…]", help="What one arm changes; repeat for more arms."
 )
-@click.option("--script", metavar="TRAIN.py", help="Compare on your own Lightning script, unmodified.")
+@click.option("--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified; each run writes its logs.")
 @click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
 @click.option("--vs-commit", metavar="REF", help="With --script: compare the working tree with a commit.")
 @click.option("--runs", default="5", show_default=True, metavar="N|auto", help="Runs per arm.")
@@ -191,7 +191,7 @@ def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **
 @cli.command()
 @click.argument("conf", required=False)
 @_overrides
-@click.option("--script", metavar="TRAIN.py", help="Climb with your own Lightning script, unmodified.")
+@click.option("--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified; each run writes its logs.")
 @click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
 @click.option("--budget", default="20m", show_default=True, metavar="TIME", help="Time to spend: 90s, 20m or 2h.")
 @click.option(

@@ -158,6 +158,12 @@ MISTYPED = [
         "write benchmark",
     ),
     (
+        "tune --script train.py workers",
+        "fastloop tune",
+        "fastloop tune has no option --script",
+        "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script",
+    ),
+    (
         "ab cifar10 --vs amp, compile",
         "--vs 'amp,'",
         "nothing stands behind the last comma",

@@ -115,7 +115,7 @@ def _describe_use(place: Path, conf: str | None) -> str:
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
     if text.strip() == "rungs: {}":
         return ""
-    use = f"callbacks=[fastloop.FastLoop({str(place / LADDER)!r})]"
+    use = f"callbacks=[fastloop.FastLoop({str((place / LADDER).absolute())!r})]"  # a script may change its directory
     if conf is not None and "=" not in conf:
         use = f"fastloop run {conf} --config {place / LADDER}"
     return f"\n{text.rstrip()}\nUSE      {use}"

@@ -174,7 +174,9 @@ def to_config_error(error: click.ClickException) -> ConfigError:
         name = error.option_name
         near = find_nearest(name.lstrip("-"), [option.lstrip("-") for option in error.possibilities or ()])
         why = f"{command} has no option {name}"
-        if "." in name:
+        if name == "--script":
+            do = "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script"
+        elif "." in name:
             do = f"write {name.lstrip('-')}=…, without dashes"
         elif near:
             do = f"write --{near}"

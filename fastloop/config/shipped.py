@@ -46,6 +46,9 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
     Raises:
         ConfigError: no such file, or no such name; with the names there are and the nearest one.
     """
+    if text.endswith(".py"):
+        do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"
+        raise ConfigError(got=got, why=f"it is a script, not a configuration{chain}", do=do)
     if is_path(text):
         path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
         if is_file(path):

@@ -187,7 +187,10 @@ def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:
     if verdict == "no_difference":
         return f", entirely within {band_pct:g} % of 1"
     if verdict == "inconclusive" and mde is not None:
-        return f": too few or too noisy, this many runs show a difference from {mde:.1f} % on"
+        return (
+            f": too few or too noisy, this many runs show a difference from {mde:.1f} % on;"
+            " repeat it with more --runs, or on a quiet machine"
+        )
     return ""
 
 

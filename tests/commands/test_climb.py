@@ -198,6 +198,7 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
     assert "budget used up" in found["stopped"] and "--resume a" in found["stopped"]
     assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
+    assert found["stack"]["rungs"] == {} and "USE" not in answer.text, "there is nothing to add"
     assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": found["stack"]["rungs"]}
 
 
@@ -306,7 +307,7 @@ def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any
     assert "00-naive/loader" not in runners[0].ran and "loader" not in {
         ask.variation for _, ask in runners[0].asks.values()
     }
-    assert answer.text.splitlines()[-1] == "USE      callbacks=[fastloop.FastLoop('a/ladder.yaml')]"
+    assert answer.text.splitlines()[-1] == f"USE      callbacks=[fastloop.FastLoop('{Path.cwd()}/a/ladder.yaml')]"
     with pytest.raises(ConfigError, match="started with another configuration"):
         asked("rungs.amp.enabled=true", conf=None, script="train.py", args="--epochs 4", resume="a")
     Path("train.py").write_text("import torch")

@@ -91,6 +91,14 @@ def test_unknown_names(root: Path, text: str, why: str, do: str) -> None:
     assert str(caught.value) == f"got {text!r}\n  why {why}\n  do  {do}"
 
 
+@pytest.mark.parametrize("text", ["train.py", "./src/train.py"])
+def test_a_script_in_place_of_a_configuration(root: Path, text: str) -> None:
+    (root / "src").mkdir()
+    (root / text).touch()
+    with pytest.raises(ConfigError, match=r"a script, not a configuration\n.*exec -- python .*train.py"):
+        locate(text, root, got=repr(text))
+
+
 def test_missing_files(root: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         locate("gone.yaml", root, got="base: gone.yaml (my.yaml:1)", chain=" (my.yaml -> gone.yaml)")

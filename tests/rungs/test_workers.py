@@ -508,7 +508,7 @@ def test_takes() -> None:
     assert ours.verdict("workers").why == "2 live worker processes fed the window"
     own = run(WORKERS, batches(64, num_workers=1), max_epochs=1)
     assert own.verdict("workers").took is False
-    assert own.verdict("workers").why == "the loader already has 1 workers; your number stands"
+    assert own.verdict("workers").why == "the loader already has a worker; your number stands"
     rung = Workers(enabled=True)
     assert rung.verify(Measurement(evidence={"workers": {"live_workers": 0}})).took is False
     assert rung.verify(Measurement()).took is None

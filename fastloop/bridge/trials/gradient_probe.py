@@ -116,6 +116,8 @@ class GradientProbe(Callback):
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":  # a script may test what it has trained
+            return
         self._undo.enter_context(determinism.make_repeatable())
         gradient_state.find_path(self.out, trainer.global_rank).unlink(missing_ok=True)
         if self.reference is not None:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.fit.callback import BATCH_HOOKS
 from fastloop.bridge.fit.training import ProgressLines
+from fastloop.bridge.trials.cut_short import do_without_metrics
 from fastloop.bridge.watch.session import count_planned_steps
 
 WIDTH = 48
@@ -58,6 +59,7 @@ class Beats(Callback):
     def on_train_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         planned = count_planned_steps(trainer)  # epochs may end before max_steps
         self._ends_at = None if planned is None else trainer.global_step + planned
+        do_without_metrics(trainer)  # each fit that beats is a trial
         self._beat(trainer)
 
     def on_exception(self, trainer: Any, *_: Any, **__: Any) -> None:

@@ -93,6 +93,9 @@ def summarize_arm(side: Side) -> ArmResult:
     )
 
 
+_SHARE = re.compile(r"about (\d+) %")
+
+
 def describe_failure(arm: str, trial: Trial) -> FailedRun:
     """Why an arm has no more runs."""
     return FailedRun(
@@ -125,14 +128,21 @@ def rank_in(tail: str) -> int | None:
 def flags(sides: Sequence[Side]) -> list[str]:
     """What makes the figures depend on the hour, or on too short a window, or on where a run was made or began."""
     found = [*mixed(sides), *_of_checkpoints([trial for side in sides for trial in side.trials()])]
+    said: dict[str, dict[str, list[int]]] = {}
+    shares: dict[str, list[int]] = {}
     for side in sides:
-        said: dict[str, list[int]] = {}
         for number in sorted(side.runs):
             seen = side.runs[number].measurement or Measurement(window_too_short=False)
             short = ["the window is too short for its queues"] if seen.window_too_short else []
             for each in (*seen.state, *short):
-                said.setdefault(each, []).append(number)
-        found += [f"{side.name}, {spans(runs)}: {each}" for each, runs in said.items()]
+                alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, whatever its share is in each
+                shares.setdefault(alike, []).extend(map(int, _SHARE.findall(each)))
+                said.setdefault(alike, {}).setdefault(side.name, []).append(number)
+    for alike, runs in said.items():
+        known = sorted(shares[alike])
+        where = " and ".join(f"{name}, {spans(numbers)}" for name, numbers in runs.items())
+        share = " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else ""
+        found.append(f"{where}: {alike.replace('{}', share)}")
     return found
 
 

@@ -231,7 +231,7 @@ class Climb:
         return naive
 
     def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:
-        """Run the training without a rung. A script may end before it has trained so many steps; none is longer then."""
+        """Run the training without a rung. A script may end sooner; then no run is longer."""
         result = self.runner.run(at, {}, Ask(steps=took.steps, warmup=took.warmup), what=what, need_s=need_s)
         if result.steps and result.steps < took.steps:
             self._ends_at, shorter = result.steps, took.up_to(result.steps)
@@ -263,21 +263,30 @@ class Climb:
             self.costs = self.costs.but(alone_ms=result.core_ms)
 
     def _measure_ladders(self) -> None:
-        """One run of the start with each shipped ladder, which is a part of its screen: the fastest is tried first."""
+        """One run of the start with each shipped ladder, which is a part of its screen: the fastest is tried first.
+        Where the budget does not hold one of them, the others are run all the same."""
+        spent = None
         for name, stack in ({} if self.stack else list_ladders(self.start)).items():
             if name in self.ladders:
                 continue
             took, costs = self._context.choose_ladder_length(stack), self.known.costs
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
-            result = self.runner.run(
-                f"00-{candidate.key}/screen-2-{side}",
-                stack,
-                Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
-                what=f"{candidate.key}: first run",
-                need_s=took.seconds(costs.now_ms, self._start_s) + max(cards()[rung].first_start_s for rung in stack),
-            )
+            first_start_s = max(cards()[rung].first_start_s for rung in stack)
+            try:
+                result = self.runner.run(
+                    f"00-{candidate.key}/screen-2-{side}",
+                    stack,
+                    Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
+                    what=f"{candidate.key}: first run",
+                    need_s=took.seconds(costs.now_ms, self._start_s) + first_start_s,
+                )
+            except Spent as error:
+                spent = spent or error
+                continue
             self.ladders[name] = result.samples_per_s if result.ok else None
             self._save()
+        if spent is not None:
+            raise spent
 
     def _measure_without_copies(self) -> None:
         """The step without loading and copies; where those hardly take time, it is the one without loading."""
@@ -322,8 +331,9 @@ class Climb:
             result = self._run_trial(variation, again=True) or result
         above, rate = self._compare_with_whole(result, variation), result.samples_per_s or 0.0
         if above > ABOVE:
+            figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
             self.notes[key] = (
-                f"no ceiling: the trial without these costs was slower twice, {rate:.3g} samples/s, and"
+                f"no ceiling: the trial without these costs was slower twice, {figure} samples/s, and"
                 " counts as no faster than the run it is part of"
             )
         if above <= 1:

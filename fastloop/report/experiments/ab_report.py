@@ -43,7 +43,7 @@ def lines(result: ExperimentResult) -> list[str]:
         ("WHY", _why(result, best)),
         ("", [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]),
         ("ARMS", [verdict_words.together(result.comparisons)]),
-        ("INACTIVE", inactive(result)),
+        ("INACTIVE", inactive(result, besides=" ".join(_why(result, best)))),
         ("FLAG", ["; ".join(result.flags)]),
         ("FAILED", failures(result)),
         ("ON", [", ".join(describe_hardware(result.hardware))]),
@@ -176,12 +176,13 @@ def _lede(result: ExperimentResult, best: Pair | None) -> str:
     return best[0].why or best[1].failed or "n/a"
 
 
-def inactive(result: ExperimentResult) -> list[str]:
-    """Enabled rungs without effect, an arm a line: no credit is theirs."""
+def inactive(result: ExperimentResult, *, besides: str = "") -> list[str]:
+    """Enabled rungs without effect, an arm a line: no credit is theirs. Not those that a text has named already."""
     found = []
     for arm in result.arms:
         why = arm.inactive_why
         rungs = [f"{rung}{f' ({why[rung]})' if why.get(rung) else ''}" for rung in arm.inactive_rungs]
+        rungs = [text for text in rungs if text not in besides]
         found += [f"{_shorten(arm.name)}: {', '.join(rungs)}: no credit"] if rungs else []
     return found
 

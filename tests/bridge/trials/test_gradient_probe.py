@@ -272,6 +272,8 @@ def test_a_script_ends_after_the_step_and_nothing_stays_changed(tmp_path: Path) 
     assert functional.dropout is dropout and torch.are_deterministic_algorithms_enabled() is mode
     assert module.net[2].p == 0.5 and "configure_gradient_clipping" not in vars(module)
     assert "val_loss" not in trainer.callback_metrics
+    trainer.validate(module, models.loader(), verbose=False)  # as scripts do after their fit
+    assert gradient_state.read(tmp_path, 0)["gradient"], "what the fit has left is still there"
 
 
 def test_a_step_that_raises_leaves_nothing_changed(tmp_path: Path) -> None:

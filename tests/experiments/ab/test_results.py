@@ -82,11 +82,12 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
     assert results.flags(made.sides) == []
     measured(made.sides[1], 1, state=("the GPU's clocks were held back: hw_thermal 12 %",), window_too_short=True)
     for number in (0, 1, 2):
-        measured(made.base, number, window_too_short=True)
+        crowded = f"the training waited for a CPU for about {10 * number + 40} % of the time"
+        measured(made.base, number, state=(crowded,), window_too_short=True)
     assert results.flags(made.sides) == [
-        "base, run-0 to run-2: the window is too short for its queues",
+        "base, run-0 to run-2: the training waited for a CPU for about 40 to 60 % of the time",
+        "base, run-0 to run-2 and amp, run-1: the window is too short for its queues",
         "amp, run-1: the GPU's clocks were held back: hw_thermal 12 %",
-        "amp, run-1: the window is too short for its queues",
     ]
 
 

@@ -15,6 +15,7 @@ from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.loop import BESIDE, Climb, pool_spreads
+from fastloop.ladder import cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Rates
 from tests.experiments.simulated_runner import BATCH, START_S, Disturbed, Machine, SimulatedRunner, make_climb
@@ -310,7 +311,7 @@ def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
     assert climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
     assert climb.costs.replayed_ms == pytest.approx(climb.costs.core_ms)
     assert climb.notes["replayed"].startswith(
-        f"no ceiling: the trial without these costs was slower twice, {1e3 * BATCH / 140 / 1.4:.3g} samples/s"
+        f"no ceiling: the trial without these costs was slower twice, {1e3 * BATCH / 140 / 1.4:,.0f} samples/s"
     )
     assert climb.ceilings["resident"] == pytest.approx(1e3 * BATCH / 130) and "resident" not in climb.notes
 
@@ -396,6 +397,17 @@ def test_nothing_begins_that_the_budget_does_not_hold() -> None:
     with pytest.raises(Spent):
         climb.climb()
     assert runner.ran and runner.late == [] and runner.now < 200
+
+
+def test_a_ladder_that_does_not_fit_leaves_its_time_to_the_others() -> None:
+    begun: list[float] = []
+    whole = SimulatedRunner(COMPUTED, before=lambda at: begun.append(whole.now) if "ladder-full" in at else None)
+    make_climb(whole, ladders=list_shipped()).climb()
+    compile_s = cards()["compile"].first_start_s
+    climb = make_climb(SimulatedRunner(COMPUTED).with_budget(begun[0] + START_S + compile_s), ladders=list_shipped())
+    with pytest.raises(Spent, match=r"ladder-full: first run"):
+        climb.climb()
+    assert climb.ladders and "full" not in climb.ladders
 
 
 @pytest.mark.parametrize("ends_at", [72, 18], ids=["in the window", "in the warm-up"])

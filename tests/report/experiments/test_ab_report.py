@@ -36,6 +36,13 @@ def test_the_whole_answer() -> None:
     ]
 
 
+def test_a_reason_is_given_once() -> None:
+    content = AB["faster"]()
+    content["arms"][1] |= {"active_rungs": [], "inactive_rungs": ["amp"], "inactive_why": {"amp": "no CUDA"}}
+    content["comparisons"][0] |= {"verdict": "inconclusive", "why": "no changed rung took effect: amp (no CUDA)"}
+    assert "\n".join(ab_report.lines(result_of(content))).count("no CUDA") == 1
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
