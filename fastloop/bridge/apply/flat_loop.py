@@ -8,11 +8,6 @@ another, or a batch is not a plain one, Lightning's own functions run.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import inspect
-import logging
-import operator
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,85 +17,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-
-BATCH_HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-"""Of modules and callbacks, and empty where nobody overrides them."""
-KNOWN = {
-    "d274099d56f95325": "2.5.0 and 2.5.1",
-    "02491551a8407987": "2.5.2 and 2.5.3",
-    "867be07b2b198fe3": "2.5.4 to 2.5.6",
-    "2f31c77b27c07c16": "2.6.0 to 2.6.6",
-}
-"""Digests of the functions below, and the versions of Lightning that have them."""
-_STANDS_FOR = {
-    "trainer.call": ("_call_lightning_module_hook", "_call_strategy_hook", "_call_callback_hooks"),
-    "core.LightningModule": (
-        "_call_batch_hook",
-        "_on_before_batch_transfer",
-        "_apply_batch_transfer_handler",
-        "configure_gradient_clipping",
-        "clip_gradients",
-        *BATCH_HOOKS,
-    ),
-    "callbacks.Callback": BATCH_HOOKS,
-    "strategies.Strategy": ("batch_to_device",),
-    "plugins.precision.Precision": ("clip_gradients", "train_step_context", "forward_context"),
-    "plugins.precision.MixedPrecision": ("clip_gradients",),
-    "loops.optimization.automatic": ("Closure", "ClosureResult"),
-}
-_STANDS_FOR_LIVE = {
-    "fit_loop.epoch_loop": ("advance", "on_advance_end", "update_lr_schedulers", "_should_accumulate"),
-    "fit_loop.epoch_loop.automatic_optimization": (
-        "run",
-        "_make_closure",
-        "_make_step_fn",
-        "_make_zero_grad_fn",
-        "_make_backward_fn",
-        "_optimizer_step",
-        "_on_before_zero_grad",
-        "_optimizer_zero_grad",
-        "_training_step",
-    ),
-    "_logger_connector": ("on_batch_start", "on_batch_end", "update_train_step_metrics", "log_metrics"),
-}
-"""Of a Trainer's own objects, on which somebody may have set others."""
-
-
-def explain_unknown(trainer: Any, module: Any) -> str | None:
-    """Why Lightning's own way to call hooks must stay; None where nobody would see a difference."""
-    space, owner = namespaces.of(trainer), type(module)
-    if not isinstance(trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
-        return f"{trainer.profiler.__class__.__name__} tells of every hook"  # ours stands before the user's
-    if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):
-        return "Lightning logs each call of a hook"
-    if any("__setattr__" in vars(kind) for kind in owner.__mro__[: owner.__mro__.index(torch.nn.Module)]):
-        return f"{owner.__name__} keeps its attributes in a way of its own"
-    try:
-        digest = _digest(tuple(_list_functions(trainer, space)))
-    except (AttributeError, OSError, TypeError) as error:
-        return f"the text of Lightning's loop cannot be read: {error}"
-    return None if digest in KNOWN else f"the loop of this Lightning is none of those that are known here ({digest})"
-
-
-def _list_functions(trainer: Any, space: str) -> Iterator[Any]:
-    for path, names in _STANDS_FOR.items():
-        yield from (getattr(namespaces.load(space, path), name) for name in names)
-    for path, names in _STANDS_FOR_LIVE.items():
-        owner = operator.attrgetter(path)(trainer)
-        yield from (getattr(live := getattr(owner, name), "__func__", live) for name in names)
-
-
-@functools.cache
-def _digest(functions: tuple[Any, ...]) -> str:
-    text = "".join(map(inspect.getsource, functions)).replace("lightning.pytorch", "pytorch_lightning")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+from fastloop.bridge.apply.known_loops import BATCH_HOOKS
 
 
 class HookCalls:
@@ -125,12 +42,19 @@ class HookCalls:
         self._empty = {getattr(kind, name) for kind in (base, callback) for name in BATCH_HOOKS}
         self._clip, self._clip_own = base.configure_gradient_clipping, base.clip_gradients
         self._clippers = precision.clip_gradients, mixed.clip_gradients
-        silent = type(trainer.profiler) is namespaces.load(space, "profilers.PassThroughProfiler")
-        self._silent = trainer.profiler if silent else None
+        self._passes = namespaces.load(space, "profilers.PassThroughProfiler")
+        self._silent = trainer.profiler if type(trainer.profiler) is self._passes else None
+        self._profiler, self._quiet = trainer.profiler, True
 
     def is_heard(self, hook: Any) -> bool:
         """Whether anything comes of calling it."""
         return getattr(hook, "__func__", None) not in self._empty and callable(hook)
+
+    def is_quiet(self, trainer: Any) -> bool:
+        """Whether no profiler of the user hears of hooks that do nothing; one may come in mid-run."""
+        if trainer.profiler is not self._profiler:
+            self._profiler, self._quiet = trainer.profiler, isinstance(trainer.profiler, self._passes)
+        return self._quiet
 
     def profile(self, trainer: Any, action: str) -> Any:
         """The profiler's context, where somebody listens."""
@@ -140,7 +64,7 @@ class HookCalls:
         """What to set on Lightning's objects: functions of theirs that call hooks, calling them here."""
         theirs = namespaces.load(namespaces.of(owners[0]), "trainer.call")
         for owner in owners:
-            for name in dir(type(owner)):
+            for name in set(dir(type(owner))) - set(vars(owner)):
                 function = getattr(type(owner), name)
                 if getattr(function, "__globals__", {}).get("call") is theirs and _calls_hooks(function.__code__):
                     space = {**function.__globals__, "call": self}
@@ -152,7 +76,8 @@ class HookCalls:
     def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         hook = getattr(self._module, hook_name)
         function = getattr(hook, "__func__", None)
-        if function in self._empty or not callable(hook) or (function is self._clip and self._clips_nothing(trainer)):
+        idle = function in self._empty or (function is self._clip and self._clips_nothing(trainer))
+        if (idle and self.is_quiet(trainer)) or not callable(hook):
             return None
         return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
 
@@ -161,7 +86,7 @@ class HookCalls:
         return self._run(trainer, "[Strategy]", trainer.strategy, hook, hook_name, args, kwargs)
 
     def _call_callback_hooks(self, trainer: Any, hook_name: str, *args: Any) -> None:
-        empty = self._empty
+        empty = self._empty if self.is_quiet(trainer) else ()
         for callback in trainer.callbacks:
             hook = getattr(callback, hook_name)
             if getattr(hook, "__func__", None) not in empty and callable(hook):
@@ -211,24 +136,21 @@ class FlatLoop:
         self._iterates = namespaces.load(space, "loops.fetchers._DataLoaderIterDataFetcher")
         base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
         self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
+        self._backward = base.backward
         plain = namespaces.load(space, "strategies.Strategy")
-        moves, goes_back = (
+        self._moves_plainly, goes_back = (
             [kind for kind in strategy.__mro__ if name in vars(kind)][1:] == [plain]  # the first is ours
             for name in ("batch_to_device", "backward")
         )
-        self._strategy_hears = strategy.on_train_batch_start is not plain.on_train_batch_start
-        self._moves_plainly = moves
-        hears_loss = [
-            calls.is_heard(getattr(owner, name))
-            for owner in (module, *trainer.callbacks)
-            for name in ("on_before_zero_grad", "on_before_backward")
-        ]
-        self._shows_loss = type(module).backward is not base.backward or not goes_back or any(hears_loss)
-        self._limit, self._validates = trainer.limit_val_batches, trainer.enable_validation
-        precision, kind = trainer.precision_plugin, namespaces.load(space, "plugins.precision.Precision")
+        kinds = [namespaces.load(space, f"plugins.precision.{name}") for name in ("Precision", "MixedPrecision")]
+        precision, contexts = trainer.precision_plugin, ("train_step_context", "forward_context")
+        self._hides_loss = goes_back and all(
+            getattr(type(precision), name) in [getattr(kind, name) for kind in kinds]
+            for name in ("pre_backward", "backward")
+        )
         self._has_context = any(
-            getattr(type(precision), name) is not getattr(kind, name)
-            for name in ("train_step_context", "forward_context")
+            getattr(type(precision), name) is not getattr(kinds[0], name) or name in vars(precision)
+            for name in contexts
         )
         self.batches = 0
         """How many went through here."""
@@ -246,13 +168,12 @@ class FlatLoop:
         yield vars(self._automatic), "run", self._optimize
         if not self._has_context:
             yield vars(self._trainer.precision_plugin), "train_step_context", lambda: NOTHING
-        if not self._shows_loss:
+        if self._hides_loss:
             yield vars(self._automatic), "_training_step", self._training_step
 
     def _is_plain(self, fetcher: Any) -> bool:
         return (
             not self._loop.restarting
-            and self._module.automatic_optimization
             and self._trainer.state.stage is self._training
             and not isinstance(fetcher, self._iterates)
             and not self._calls.is_heard(self._module.on_train_batch_start)  # which may skip the rest of the epoch
@@ -282,12 +203,15 @@ class FlatLoop:
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
             calls._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            if self._strategy_hears:
-                calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            calls._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)  # empty; profiled
+            calls._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
             kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
             with calls.profile(trainer, "run_training_batch"):
-                output = self._automatic.run(self._strategy.optimizers[0], batch_idx, kwargs)
+                if self._module.automatic_optimization:
+                    output = self._automatic.run(self._strategy.optimizers[0], batch_idx, kwargs)
+                else:
+                    output = loop.manual_optimization.run(kwargs)
         progress.increment_processed()
         if self._strategy.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -302,8 +226,7 @@ class FlatLoop:
         """``_TrainingEpochLoop.on_advance_end``."""
         trainer, loop = self._trainer, self._loop
         stops = trainer.should_stop or trainer.received_sigterm or loop._skip_next_val
-        validates = self._validates or trainer.limit_val_batches != self._limit
-        if stops or self._strategy.lr_scheduler_configs or (validates and loop._should_check_val_fx(fetcher)):
+        if stops or self._strategy.lr_scheduler_configs or loop._should_check_val_fx(fetcher):
             self._whole["on_advance_end"](fetcher)
         elif not self._accumulates():
             loop._batches_that_stepped += 1
@@ -338,7 +261,9 @@ class FlatLoop:
     def _call_batch_hook(self, name: str, batch: Any, *args: Any) -> Any:
         """``LightningModule._call_batch_hook``."""
         owner = self._trainer._data_connector._datahook_selector.get_instance(name)
-        if getattr(getattr(owner, name), "__func__", None) in self._hands_through:
+        if getattr(getattr(owner, name), "__func__", None) in self._hands_through and self._calls.is_quiet(
+            self._trainer
+        ):
             return batch
         if owner is not self._module:
             return self._module._call_batch_hook(name, batch, *args)
@@ -382,10 +307,20 @@ class FlatLoop:
     def _training_step(self, kwargs: Any) -> Any:
         """``_AutomaticOptimization._training_step`` where nobody gets the loss before it is used."""
         trainer, kind = self._trainer, self._automatic.output_result_cls
-        if trainer.accumulate_grad_batches != 1:
+        if trainer.accumulate_grad_batches != 1 or self._shows_loss():
             return self._whole["_training_step"](kwargs)
         output = self._calls._call_strategy_hook(trainer, "training_step", *kwargs.values())
         self._strategy.post_training_step()
         if type(output) is torch.Tensor and output.is_floating_point():
             return kind(output)
         return kind.from_training_step_output(output, 1)
+
+    def _shows_loss(self) -> bool:
+        """Whether code of the user runs, now, between the step and the end of its backward."""
+        module, is_heard = self._module, self._calls.is_heard
+        if getattr(module.backward, "__func__", None) is not self._backward:
+            return True
+        for owner in (module, *self._trainer.callbacks):
+            if is_heard(owner.on_before_zero_grad) or is_heard(owner.on_before_backward):
+                return True
+        return False

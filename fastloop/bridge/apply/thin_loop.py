@@ -20,13 +20,15 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.flat_loop import FlatLoop, HookCalls, explain_unknown
+from fastloop.bridge.apply.flat_loop import FlatLoop, HookCalls
+from fastloop.bridge.apply.known_loops import explain_unknown
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1
@@ -177,6 +179,15 @@ class LateNumbers(dict[str, Any]):
             if isinstance(value, torch.Tensor):
                 dict.__setitem__(self, name, value.item())
 
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (list(self.items()),)  # a checkpoint that holds it loads without us, weights_only too
+
 
 def _look_first(name: str) -> Callable[..., Any]:
     original = getattr(dict, name)
@@ -189,7 +200,8 @@ def _look_first(name: str) -> Callable[..., Any]:
 
 
 # `__iter__` too: without it, `{**numbers}` and `dict(numbers)` would copy what is there as it is.
-for _name in ("__getitem__", "__iter__", "__repr__", "__eq__", "items", "values", "get", "pop", "popitem", "copy"):
+_READS = "__getitem__ __iter__ __repr__ __eq__ __ne__ __or__ items values get setdefault pop popitem copy"
+for _name in _READS.split():
     setattr(LateNumbers, _name, _look_first(_name))
 
 

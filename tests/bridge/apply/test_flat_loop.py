@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import operator
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +16,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, IterableDataset
 
-from fastloop.bridge.apply import flat_loop
-from fastloop.bridge.apply.flat_loop import BATCH_HOOKS, FlatLoop, HookCalls
+from fastloop.bridge.apply import known_loops
+from fastloop.bridge.apply.flat_loop import FlatLoop, HookCalls
+from fastloop.bridge.apply.known_loops import BATCH_HOOKS
 from tests import models
 from tests.rungs.fits import evidence, fit, loop, seeded
 
@@ -193,6 +197,80 @@ class Takes(models.Regression):
         return super().training_step(batch, batch_idx)
 
 
+class OwnHandler(models.Regression):
+    def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        return super()._apply_batch_transfer_handler([batch[0] + 1, batch[1]], device, dataloader_idx)
+
+
+class Sometimes(Manual):
+    """Optimizes by hand in every other batch, as a callback says."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return models.Regression.training_step(self, batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Says(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.automatic_optimization = batch_idx % 2 == 0
+
+
+class Sets(L.Callback):
+    """Sets a function of one of Lightning's objects, or of the module, which is noted from there on."""
+
+    def __init__(self, path: str, name: str, batch: int | None = None) -> None:
+        self.path, self.name, self.batch = path, name, batch
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.batch is None:
+            self._set(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if args[-1] == self.batch and trainer.current_epoch == 0:
+            self._set(trainer, pl_module)
+
+    def _set(self, trainer: Any, pl_module: Any) -> None:
+        owner = operator.attrgetter(self.path)(trainer)
+        own = getattr(owner, self.name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            pl_module.losses.append((self.name, *(type(each.grad_fn) for each in args if hasattr(each, "grad_fn"))))
+            return own(*args, **more)
+
+        setattr(owner, self.name, noted)
+
+
+class Listens(SimpleProfiler):
+    def __init__(self, noted: list[Any]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def start(self, action_name: str) -> None:
+        super().start(action_name)
+        if action_name.startswith("[LightningModule]"):
+            self.noted.append(action_name)
+
+
+class Profiles(L.Callback):
+    """From the third batch on."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if args[-1] == 2:
+            trainer.profiler = Listens(pl_module.losses)
+
+
+class ValidatesLate(models.Regression):
+    validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
+
+    def on_train_epoch_end(self) -> None:
+        self.validation_step = lambda batch, batch_idx: self.losses.append(-1.0)  # type: ignore[method-assign]
+
+
+def sets(path: str, name: str, batch: int | None = None, **more: Any) -> Callable[[], Case]:
+    return lambda: {"module": models.Regression(), "more": [Sets(path, name, batch)], **more}
+
+
 Case = dict[str, Any]
 CASES: dict[str, tuple[Callable[[], Case], bool]] = {
     "plain": (lambda: {"module": models.Regression()}, True),
@@ -213,7 +291,16 @@ CASES: dict[str, tuple[Callable[[], Case], bool]] = {
     "stream": (lambda: {"module": Logs(), "train": DataLoader(Stream(), batch_size=8)}, True),
     "averages": (lambda: {"module": models.Regression(), "more": [StochasticWeightAveraging(0.1, 1)]}, True),
     "skips the epoch": (lambda: {"module": Skips()}, False),
-    "manual": (lambda: {"module": Manual()}, False),
+    "private method": (lambda: {"module": OwnHandler()}, False),
+    "changed loop": (sets("fit_loop.epoch_loop", "_save_loggers_on_train_batch_end"), False),
+    "own context": (sets("precision_plugin", "train_step_context"), True),
+    "context inside": (sets("precision_plugin", "forward_context"), True),
+    "own clipping": (sets("precision_plugin", "_clip_gradients"), True),
+    "backward set late": (sets("lightning_module", "backward", 3), True),
+    "sometimes manual": (lambda: {"module": Sometimes(), "more": [Says()]}, True),
+    "profiler comes": (lambda: {"module": models.Regression(), "more": [Profiles()]}, True),
+    "validates late": (lambda: {"module": ValidatesLate(), "val": models.loader(16)}, True),
+    "manual": (lambda: {"module": Manual()}, True),
     "iterator": (lambda: {"module": Takes()}, False),
     **{
         f"{error.__name__} in {hook}": (lambda hook=hook, error=error: {"module": Fails(hook, error)}, True)  # type: ignore[misc]
@@ -343,16 +430,19 @@ class KeepsAttributes(models.Regression):
 
 
 @pytest.mark.parametrize(
-    "why", ["SimpleProfiler tells", "logs each call", "KeepsAttributes keeps", "none of those", "text"]
+    "why", ["SimpleProfiler tells", "logs each call", "KeepsAttributes keeps", "none of those", "text", "is wrapped"]
 )
 def test_what_is_unusual_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, short: list[int]) -> None:
     more: dict[str, Any] = {"profiler": "simple"} if "Profiler" in why else {}
     if "logs" in why:
         monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda self, level: True)
     if why == "none of those":
-        monkeypatch.setattr(flat_loop, "KNOWN", {})
+        monkeypatch.setattr(known_loops, "KNOWN", {})
+    if why == "is wrapped":  # the text that Python finds is that of the function inside
+        own = L.Callback.on_train_batch_end
+        monkeypatch.setattr(L.Callback, "on_train_batch_end", functools.wraps(own)(lambda *args: own(*args)))
     if why == "text":
-        monkeypatch.setattr(flat_loop, "_digest", _raise)
+        monkeypatch.setattr(known_loops, "_digest", _raise)
     module = seeded(KeepsAttributes if "keeps" in why else models.Regression)
     watcher, trainer = fit(THIN, module, **more)
     assert why in evidence(watcher, "host")["loop_refused"] and not short

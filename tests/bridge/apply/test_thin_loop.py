@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -140,8 +141,16 @@ def test_numbers_are_read_however_somebody_looks() -> None:
     plain = {"a": 1.5, "b": 2}
     assert [{**late()}, dict(late()), late().copy(), json.loads(json.dumps(late()))] == [plain] * 4
     assert late() == plain and repr(late()) == repr(plain) and list(late().values()) == [1.5, 2]
-    assert late()["a"] == late().get("a") == late().pop("a") == 1.5
+    assert late()["a"] == late().get("a") == late().pop("a") == late().setdefault("a", 0) == 1.5
+    assert late() | {"c": 3} == {"c": 3} | late() == {**plain, "c": 3}
+    assert type(copy.copy(late())) is type(copy.deepcopy(late())) is dict
+    assert LateNumbers({"a": torch.tensor(0.1)}) != {"a": 0.1}, "as 32 bits have it"
     assert type(dict.__getitem__(late(), "a")) is torch.Tensor
+
+
+def test_a_checkpoint_that_holds_the_numbers_loads_without_us(tmp_path: Path) -> None:
+    torch.save({"shown": LateNumbers({"a": torch.tensor(1.5)})}, tmp_path / "numbers.pt")
+    assert torch.load(tmp_path / "numbers.pt", weights_only=True) == {"shown": {"a": 1.5}}
 
 
 class CallsHooks(models.Regression):
