@@ -136,7 +136,8 @@ class Runner(Protocol):
 def read_result(trial: Trial) -> Result:
     """The result in the files of a trial."""
     if not trial.ok:
-        steps = None if trial.measurement is None else trial.measurement.total_steps
+        seen = trial.measurement
+        steps = None if seen is None or seen.partial else seen.total_steps  # not of a fit that raised: it ends later
         return Result(ok=False, cause=trial.cause, seconds=trial.seconds, trial=trial, steps=steps)
     found = trial.measurement or Measurement()
     answer = decode(trial.answer, LoaderAnswer) or LoaderAnswer()

@@ -94,6 +94,8 @@ def test_a_failed_training_says_why_and_nothing_else(tmp_path: Path) -> None:
     found = read_result(trial(tmp_path, ok=False, cause="killed by SIGKILL"))
     assert found == Result(ok=False, cause="killed by SIGKILL", seconds=20.0, steps=0, trial=found.trial)
     assert found.samples_per_s is None
+    raised = trial(tmp_path, ok=False, cause="out of memory", measurement={"total_steps": 3, "partial": True})
+    assert read_result(raised).steps is None, "its training has more steps than came before the error"
 
 
 def test_the_step_is_corrected_for_drained_queues() -> None:
