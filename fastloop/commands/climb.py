@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import shlex
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -85,7 +86,7 @@ def climb(
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
         with quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
-    return dataclasses.replace(answer, text=f"{answer.text}{_describe_use(path, conf)}")
+    return dataclasses.replace(answer, text=f"{answer.text}{_describe_use(path, conf, more, overrides)}")
 
 
 def _make_start(
@@ -110,14 +111,15 @@ def _make_start(
     return ScriptArm(name=name_of(command), command=command, more=tuple(more), overrides=tuple(overrides))
 
 
-def _describe_use(place: Path, conf: str | None) -> str:
+def _describe_use(place: Path, conf: str | None, more: Sequence[str], overrides: Sequence[str]) -> str:
     """The ladder, and the one line that puts it to use; nothing where no rung was kept."""
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
     if text.strip() == "rungs: {}":
         return ""
     use = f"callbacks=[fastloop.FastLoop({str((place / LADDER).absolute())!r})]"  # a script may change its directory
     if conf is not None and "=" not in conf:
-        use = f"fastloop run {conf} --config {place / LADDER}"
+        configs = [part for config in (*more, str(place / LADDER)) for part in ("--config", config)]
+        use = shlex.join(["fastloop", "run", conf, *configs, *overrides])
     return f"\n{text.rstrip()}\nUSE      {use}"
 
 

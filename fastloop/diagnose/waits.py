@@ -83,11 +83,11 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
             f" {HAND_OVER_MS} ms; a dataset with __getitems__ makes a whole batch at once"
         )
     if count == 0:
-        return "use cheaper transforms"
+        return "make samples and batches cheaper"
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
         return f"num_workers={count} and {cpus} CPUs are usable: {how}"
-    return f"num_workers={count} on {cpus} CPUs is not enough; use cheaper transforms"
+    return f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper"
 
 
 def _count_possible_workers(seen: Measurement) -> int | None:

@@ -56,7 +56,7 @@ class Fused:
             return Verdict(took=None, why="no optimizer was seen")
         return Verdict(
             took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0,
-            why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups are fused,"
+            why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups fused,"
             f" {evidence['steps']} optimizer steps ran this way",
         )
 

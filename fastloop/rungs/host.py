@@ -93,7 +93,7 @@ class Host:
             "flat_batches": "{} batches took the short way through Lightning's loop",
             "direct_hooks": "hooks are called without detours",
             "moves_left_out": "{} moves of logged values left out",
-            "gc_passes": "{} garbage collections at chosen steps",
+            "gc_passes": "garbage collections at chosen steps: {}",
         }
         told += [text.format(count) for name, text in words.items() if (count := evidence.get(name))]
         told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]

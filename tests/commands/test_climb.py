@@ -114,7 +114,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[SimulatedRunn
 
 def test_a_climb_and_its_headline(pretend: Callable[..., Any], tmp_path: Path) -> None:
     runners = pretend()
-    answer = asked(out="a")
+    answer = asked("run.max_steps=90", out="a")
     found = content(answer)
     assert answer.exit_code == 0 and set(found) >= SHAPE and found["partial"] is False
     assert json.loads((tmp_path / "a" / "climb.json").read_text()) == found
@@ -129,7 +129,7 @@ def test_a_climb_and_its_headline(pretend: Callable[..., Any], tmp_path: Path) -
     best = max(found["ladders_samples_per_s"].values())
     assert found["top"]["samples_per_s"] > 0.98 * best, "no shipped ladder is faster"
     use = answer.text.splitlines()
-    assert use[-1] == f"USE      fastloop run {NET} --config a/ladder.yaml"
+    assert use[-1] == f"USE      fastloop run {NET} --config a/ladder.yaml run.max_steps=90"
     text = "\n".join(use[use.index("rungs:") : -1])
     assert yaml.safe_load(text) == {"rungs": found["stack"]["rungs"]}, "the YAML, ready to be copied"
 

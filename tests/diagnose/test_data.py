@@ -41,7 +41,7 @@ def only(
             MAP,
             ("workers",),
             None,
-            "no rung helps: workers is on but had no effect (its verdict says why); use cheaper transforms",
+            "no rung helps: workers is on but had no effect (its verdict says why); make samples and batches cheaper",
         ),
         (
             {**MAP, "map_style": False},
@@ -59,13 +59,13 @@ def only(
             {**MAP, "num_workers": 6},
             (),
             None,
-            "no rung helps: num_workers=6 on 8 CPUs is not enough; use cheaper transforms",
+            "no rung helps: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
         ),
         (
             {**MAP, "num_workers": 6},
             ("workers",),
             None,
-            "no further rung helps: num_workers=6 on 8 CPUs is not enough; use cheaper transforms",
+            "no further rung helps: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
         ),
         (
             {**MAP, "num_workers": 2},
@@ -83,7 +83,7 @@ def only(
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,
-            "no rung helps: num_workers=8 on None CPUs is not enough; use cheaper transforms",
+            "no rung helps: num_workers=8 on None CPUs is not enough; make samples and batches cheaper",
         ),
         (None, (), None, "no rung helps: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],

@@ -174,10 +174,11 @@ class SimulatedRunner:
         planned_off = {rung: why for rung, why in machine.planned_off.items() if rung in stack}
         steps = min(ask.steps or 0, machine.ends_at or 10**9)
         if steps <= (ask.warmup or 0):
-            return Result(ok=False, cause="it ended before the window", seconds=START_S, steps=steps)
+            return Result(ok=False, cause="it ended before the window", seconds=START_S, steps=steps, ended_at=steps)
         return Result(
             seconds=START_S + steps * ms / 1e3,
             steps=steps,
+            ended_at=steps,
             samples_per_s=1e3 * BATCH / ms,
             step_ms=ms,
             global_batch=BATCH,

@@ -110,7 +110,7 @@ def test_takes(kind: Any, settings: dict[str, Any]) -> None:
     assert seen == 8 * [2 * [(True, False)]]
     assert evidence(watcher, "fused") == {"groups": 1, "fused_groups": 1, "steps": 8}
     assert verdict(watcher, "fused").took is True
-    assert verdict(watcher, "fused").why == "1 of 1 parameter groups are fused, 8 optimizer steps ran this way"
+    assert verdict(watcher, "fused").why == "1 of 1 parameter groups fused, 8 optimizer steps ran this way"
 
 
 def test_does_not_take_without_a_step() -> None:
@@ -120,7 +120,7 @@ def test_does_not_take_without_a_step() -> None:
 
     watcher, _ = fit(FUSED, seeded(Idle))
     assert verdict(watcher, "fused").took is False
-    assert verdict(watcher, "fused").why == "2 of 2 parameter groups are fused, 0 optimizer steps ran this way"
+    assert verdict(watcher, "fused").why == "2 of 2 parameter groups fused, 0 optimizer steps ran this way"
 
     class TakesItBack(L.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
@@ -128,7 +128,7 @@ def test_does_not_take_without_a_step() -> None:
 
     watcher, _ = fit(FUSED, seeded(Tuned), callbacks=(TakesItBack(),))
     assert verdict(watcher, "fused").took is False
-    assert verdict(watcher, "fused").why.startswith("0 of 1 parameter groups are fused")
+    assert verdict(watcher, "fused").why.startswith("0 of 1 parameter groups fused")
     assert Fused().verify(Measurement()).took is None
 
 

@@ -90,7 +90,7 @@ def test_takes() -> None:
     assert module.found == {"threshold": MOST_YOUNG, "frozen": True}
     assert evidence(watcher, "host")["gc_passes"] == 2 and len(passes) >= 2 + 1  # the first before the training
     assert verdict(watcher, "host").took is True
-    told = "8 batches took the short way through Lightning's loop; 2 garbage collections at chosen steps"
+    told = "8 batches took the short way through Lightning's loop; garbage collections at chosen steps: 2"
     assert verdict(watcher, "host").why == told, "what it did not do goes unsaid"
     assert Host(enabled=True).verify(Measurement()).took is None
     ranks = Host(enabled=True).verify(Measurement(evidence={"host": {"flat_batches": 0, "direct_hooks": 1}}))

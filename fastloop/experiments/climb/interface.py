@@ -42,6 +42,8 @@ class Result:
     """Of a step, what is neither outside nor a wait for data: computing, beside the workers where there are any."""
     steps: int | None = None
     """Optimizer steps it trained, warm-up included."""
+    ended_at: int | None = None
+    """Where its fit came to its end: its steps as the Trainer counts them, one for each of several optimizers."""
     global_batch: int | None = None
     micro_batch: int | None = None
     world_size: int = 1
@@ -136,9 +138,10 @@ class Runner(Protocol):
 def read_result(trial: Trial) -> Result:
     """The result in the files of a trial."""
     if not trial.ok:
-        seen = trial.measurement
-        steps = None if seen is None or seen.partial else seen.total_steps  # not of a fit that raised: it ends later
-        return Result(ok=False, cause=trial.cause, seconds=trial.seconds, trial=trial, steps=steps)
+        steps = None if trial.measurement is None else trial.measurement.total_steps
+        return Result(
+            ok=False, cause=trial.cause, seconds=trial.seconds, trial=trial, steps=steps, ended_at=_read_end(trial)
+        )
     found = trial.measurement or Measurement()
     answer = decode(trial.answer, LoaderAnswer) or LoaderAnswer()
     plan, verdicts = load_plan(trial.run_dir), load_verdicts(trial.run_dir)
@@ -154,6 +157,7 @@ def read_result(trial: Trial) -> Result:
         gap_ms=found.parts_ms.get("epoch_gap") or 0.0,
         rest_ms=None if not mean else max(0.0, mean - outside_ms - (found.parts_ms.get("data_wait") or 0.0)),
         steps=found.total_steps,
+        ended_at=_read_end(trial),
         global_batch=found.global_batch,
         micro_batch=found.micro_batch,
         world_size=found.world_size,
@@ -174,3 +178,10 @@ def read_result(trial: Trial) -> Result:
         skipped={**skipped, **answer.inactive},
         inactive={verdict.rung: verdict.why for verdict in verdicts if verdict.took is False},
     )
+
+
+def _read_end(trial: Trial) -> int | None:
+    """Steps of a fit that came to its end, as the Trainer counts them."""
+    if trial.measurement is None or trial.measurement.partial or trial.last_step is None:
+        return None
+    return trial.last_step - (trial.began or 0)

@@ -233,10 +233,10 @@ class Climb:
     def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:
         """Run the training without a rung. A script may end sooner; then no run is longer."""
         result = self.runner.run(at, {}, Ask(steps=took.steps, warmup=took.warmup), what=what, need_s=need_s)
-        if result.steps and result.steps < took.steps:
-            self._ends_at, shorter = result.steps, took.up_to(result.steps)
-            if shorter.steps > result.steps:
-                why = f"it ends after {result.steps} steps, and a climb needs {shorter.steps} of them"
+        if result.ended_at and result.ended_at < took.steps:
+            self._ends_at, shorter = result.ended_at, took.up_to(result.ended_at)
+            if shorter.steps > result.ended_at:
+                why = f"it ends after {result.ended_at} steps, and a climb needs {shorter.steps} of them"
                 raise BaseFailed(dataclasses.replace(result, cause=why))
             if not result.step_ms:  # it ended in its warm-up
                 return self._run_naive(at, shorter, what, need_s)

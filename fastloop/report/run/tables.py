@@ -90,10 +90,18 @@ ONE_TIME_WORDS = (
 
 
 def tabulate_one_time(seen: Measurement) -> Table:
-    """Seconds of the whole fit that no later step pays again; no rows in files of older versions."""
+    """Seconds of the whole fit that no later step pays again, as far as they are worth a word or unknown."""
     words = dict(zip(ONE_TIME, ONE_TIME_WORDS, strict=True))
-    causes = [cause for cause in dict.fromkeys((*ONE_TIME, *seen.one_time_s)) if cause in seen.one_time_s]
-    rows = [(words.get(cause, cause.replace("_", " ")), summary.format_s(seen.one_time_s[cause])) for cause in causes]
+    found = [
+        (cause, seen.one_time_s[cause])
+        for cause in dict.fromkeys((*ONE_TIME, *seen.one_time_s))
+        if cause in seen.one_time_s
+    ]
+    rows = [
+        (words.get(cause, cause.replace("_", " ")), summary.format_s(seconds))
+        for cause, seconds in found
+        if seconds is None or seconds >= summary.WORTH_A_WORD_S
+    ]
     again = (seen.evidence.get("compilation") or {}).get("ms_per_step")
     note = "Of the whole fit, warm-up included. In no figure of the step."
     if again is not None:

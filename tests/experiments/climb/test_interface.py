@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,6 @@ def test_a_failed_training_says_why_and_nothing_else(tmp_path: Path) -> None:
     found = read_result(trial(tmp_path, ok=False, cause="killed by SIGKILL"))
     assert found == Result(ok=False, cause="killed by SIGKILL", seconds=20.0, steps=0, trial=found.trial)
     assert found.samples_per_s is None
-    raised = trial(tmp_path, ok=False, cause="out of memory", measurement={"total_steps": 3, "partial": True})
-    assert read_result(raised).steps is None, "its training has more steps than came before the error"
 
 
 def test_the_step_is_corrected_for_drained_queues() -> None:
@@ -112,3 +111,11 @@ def test_launches_limit_where_the_device_is_done_at_once(
     trail: float | None, bound: bool | None, tmp_path: Path
 ) -> None:
     assert read_result(trial(tmp_path, measurement={**MEASURED, "trail_ms": trail})).launch_bound is bound
+
+
+def test_where_a_fit_ended_by_itself(tmp_path: Path) -> None:
+    """As the Trainer counts: with two optimizers each batch is two steps, and 8 of them are not half of the 16."""
+    two = replace(trial(tmp_path), last_step=216, began=200)
+    assert read_result(two).ended_at == 16
+    crashed = replace(two, ok=False, cause="exit code 1", measurement=Measurement(total_steps=5, partial=True))
+    assert read_result(crashed).ended_at is None, "its own error is the reason"
