@@ -149,10 +149,31 @@ class MaskedByModule(Masks):
         self.loss = Dice()
 
 
+class Coder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.Conv2d(3, 3, 3, padding=1)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return compute_dice(self.convs(x), x)
+
+
+class Coded(torch.nn.Module):
+    """Asks its model for something else than its forward, which a rehearsal does not play."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder = Coder()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.coder.encode(batch)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Masked,
+        Coded,
         MaskedByModule,
         lambda: Masks(loss=compute_dice),
         lambda: Masks(loss=functools.partial(compute_dice)),

@@ -37,7 +37,7 @@ def list_views(starts: Iterable[Any]) -> Iterator[str]:
         seen.add(id(item))
         is_users = not sample_code.is_installed(item)
         if inspect.isfunction(item):
-            names = set(sample_code.list_names(item.__code__))
+            names = set(list_names(item))
             if names & _CALLS:
                 yield item.__qualname__
             if is_users:
@@ -48,6 +48,12 @@ def list_views(starts: Iterable[Any]) -> Iterator[str]:
             queue.extend(
                 filter(inspect.isfunction, (_find_code(each) for base in item.__mro__ for each in vars(base).values()))
             )
+
+
+def list_names(item: Any) -> Iterator[str]:
+    """What a function's code names; nothing of what is none."""
+    if inspect.isfunction(code := _find_code(item)):
+        yield from sample_code.list_names(code.__code__)
 
 
 def _find_code(item: Any) -> Any:
