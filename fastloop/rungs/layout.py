@@ -3,7 +3,7 @@
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
 Costs           one conversion of weights at start and of image batches at each step.
 Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (gain is small there). `view` in your
-                LightningModule refuses it (under DDP also in its modules): write reshape or flatten.
+                LightningModule or losses refuses it (under DDP also in your modules): write reshape or flatten.
 Evidence        strides of the convolution weights, and image batches converted
 Source          https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,78 @@ class Flat(Pictures):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) + 0 * batch[0].view(len(batch[0]), -1).mean()
+
+
+def compute_dice(seen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """A loss as people copy it."""
+    return 1 - (seen.view(-1) * wanted.view(-1)).mean()
+
+
+class Dice(torch.nn.Module):
+    def forward(self, seen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return compute_dice(seen, wanted)
+
+
+class Masks(torch.nn.Module):
+    """A picture for a picture, and where its loss is kept."""
+
+    def __init__(self, **kept: Any) -> None:
+        super().__init__()
+        self.convs = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 3, padding=1))
+        vars(self).update(kept)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.convs(batch), batch)
+
+
+class Masked(Masks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return compute_dice(self.convs(batch), batch)
+
+
+class MaskedByModule(Masks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Dice()
+
+
+class Coder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.Conv2d(3, 3, 3, padding=1)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return compute_dice(self.convs(x), x)
+
+
+class Coded(torch.nn.Module):
+    """Asks its model for something else than its forward, which a rehearsal does not play."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder = Coder()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.coder.encode(batch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Masked,
+        Coded,
+        MaskedByModule,
+        lambda: Masks(loss=compute_dice),
+        lambda: Masks(loss=functools.partial(compute_dice)),
+        lambda: Masks(loss=Dice().forward),
+        lambda: Masks(losses=[Dice()]),
+    ],
+)
+def test_so_does_a_loss_of_whole_pictures(make: Callable[[], torch.nn.Module]) -> None:
+    module = make()
+    with pytest.raises(NotApplicable, match=r"^compute_dice calls view"):
+        Layout().plan(Facts(**read_module(module)))
+    assert Facts(**read_module(Masks(loss=torch.nn.functional.mse_loss))).views == (), "and others have theirs"
 
 
 class Tower(torch.nn.Module):

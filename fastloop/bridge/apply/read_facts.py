@@ -20,6 +20,7 @@ from fastloop.bridge import namespaces
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.evidence.model.picture_views import list_names, list_views
 from fastloop.feeds import call_shapes
 from fastloop.feeds.attention import candidates as attention
 from fastloop.feeds.batch_norm import groups
@@ -35,7 +36,9 @@ from fastloop.records.facts import Facts, LoaderFacts
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
-_MERGES = re.compile(r"\.view\(.*-1")
+_MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
+_BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
+_BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
 
 def run_facts(trainer: Any, strategy: Any) -> Facts:
@@ -176,10 +179,30 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
 
 
 def _find_views(module: torch.nn.Module) -> Iterator[str]:
-    is_target = "" in compile_targets(module)
-    for name, source in _read_user_methods(module):
-        if ".view(" in source and not (is_target and name == "forward"):
-            yield f"{type(module).__name__}.{name}"
+    """Calls of `view` in what may see pictures beside the modules that are rehearsed: steps, losses, helpers."""
+    methods = {name: member for base in type(module).__mro__[::-1] for name, member in vars(base).items()}
+    is_left_out = _BEFORE_STEPS.fullmatch if "" not in compile_targets(module) else _BEFORE_STEPS_OR_FORWARD.fullmatch
+    users = [
+        base for base in type(module).__mro__ if not base.__module__.startswith((*_LIGHTNING, "torch.", "builtins"))
+    ]
+    named = {each for base in users for member in vars(base).values() for each in list_names(member)}
+    targets = [module.get_submodule(name) for name in _find_outermost(module, "")]
+    played = [target for target in targets if not named.intersection(_list_other_methods(type(target)))]
+    rehearsed = {id(part) for target in played for part in target.modules()}
+    yield from list_views(
+        [
+            *(member for name, member in methods.items() if not is_left_out(name)),
+            *(part for part in module.modules() if part is not module and id(part) not in rehearsed),
+            *(value for name, value in vars(module).items() if name not in vars(torch.nn.Module())),
+        ]
+    )
+
+
+def _list_other_methods(kind: type) -> Iterator[str]:
+    """What a module of this class may be asked for beside its forward: ``encode``."""
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    members = [(name, member) for base in bases for name, member in vars(base).items()]
+    yield from (name for name, member in members if inspect.isfunction(member) and name not in ("__init__", "forward"))
 
 
 def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:

@@ -59,6 +59,6 @@ def seed_everything(number: int) -> None:
 
 def shift_seeds(offset: int) -> None:
     """Go on with other random numbers, which follow from the streams as they stand."""
-    torch.manual_seed(torch.initial_seed() + offset)
+    torch.manual_seed((torch.initial_seed() + offset) % 2**64)  # a seed of -1 is the largest
     random.seed(random.getrandbits(32) + offset)
     numpy.random.seed((int(numpy.random.randint(2**31)) + offset) % 2**32)

@@ -10,13 +10,12 @@ started it, even if that is killed.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib
 import json
-import modulefinder
 import os
-import re
 import shutil
 import signal
 import socket
@@ -38,7 +37,6 @@ PATIENCE_S = 120.0
 FORKED = "forked"
 MOST_BYTES, MOST_DESCRIPTORS = 2**22, 8
 """Of one message between this process and the server."""
-_CAPITALS = re.compile(r"""["']([A-Z][A-Z0-9_]*)["']""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +236,7 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
     for folder in map(Path, (*_list_folders(variables.get("PYTHONPATH")), *greeting.path)):
         if not any(folder.is_relative_to(each) for each in (sys.prefix, sys.base_prefix)):
             own.append(folder)
-    return _find_early_variable(script, named[1] if script is None else "", own, known)
+    return _find_early_variable(_list_modules(own, named[1], known) if script is None else {script}, own, known)
 
 
 def _list_folders(path: str | None) -> set[str]:
@@ -257,31 +255,45 @@ def _find_shadow(folders: set[str], roots: Mapping[str, str | None]) -> str | No
     return None
 
 
-def _find_early_variable(
-    script: Path | None, module: str, folders: Sequence[Path], known: Collection[str]
-) -> str | None:
+def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Collection[str]) -> str | None:
     """A variable that a program names, maybe to set it before it imports what reads it.
 
     Args:
-        script: the program, or None where it is the `module`; what it imports is followed.
+        files: with which it begins; what they import is followed.
         folders: where its own modules lie.
         known: packages that are not its own.
     """
-    finder = modulefinder.ModuleFinder([str(each) for each in folders], excludes=[*known])
-    try:
-        if script is not None:
-            finder.run_script(str(script))
-        for name in () if script is not None else (module, f"{module}.__main__"):
-            with contextlib.suppress(ImportError):
-                finder.import_hook(name)
-        files = [Path(vars(each)["__file__"] or "") for each in finder.modules.values()]  # "": it is built in
-        for file in [each for each in files if each.suffix == ".py"]:
-            for name in _CAPITALS.findall(file.read_bytes().decode()):
-                if become.is_read_when_loaded(name):
-                    return f"{file.name} names {name}, which is read as a library is loaded"
-    except (OSError, SyntaxError, ValueError) as error:
-        return f"its modules cannot be read: {error}"
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop()
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except (OSError, SyntaxError, ValueError):
+            return f"{file.name} cannot be read"
+        for node in nodes:
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and text.isidentifier() and text.isupper() and become.is_read_when_loaded(text):
+                return f"{file.name} names {text}, which is read as a library is loaded"
+            found = set[Path]()
+            if isinstance(node, ast.Import):
+                found = {path for each in node.names for path in _list_modules(folders, each.name, known)}
+            elif isinstance(node, ast.ImportFrom):
+                names = (f"{node.module or ''}.{each.name}".strip(".") for each in node.names)
+                where = ([file.parents[node.level - 1]], ()) if node.level else (folders, known)
+                found = {path for name in names for path in _list_modules(where[0], name, where[1])}
+            waiting += found - files
+            files = files | found
     return None
+
+
+def _list_modules(folders: Sequence[Path], name: str, known: Collection[str]) -> set[Path]:
+    """The files of a module, and of the packages it is in, as far as they lie in these folders."""
+    parts = name.split(".")
+    if parts[0] in known:
+        return set()
+    stems = [folder.joinpath(*parts[: count + 1]) for folder in folders for count in range(len(parts))]
+    ends = (".py", "/__init__.py", "/__main__.py")
+    return {path for stem in stems for end in ends if (path := Path(f"{stem}{end}")).is_file()}
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

@@ -103,8 +103,9 @@ def private_directory() -> Iterator[Path]:
     _sweep()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         private = Path(folder).resolve()
-        with (private / HELD).open("w") as file:
+        with (private / f".{HELD}").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            Path(file.name).rename(private / HELD)  # not before: another process may sweep just now
             yield private
 
 

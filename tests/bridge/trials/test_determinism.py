@@ -61,6 +61,18 @@ def test_all_streams_begin_at_a_number() -> None:
     assert drawn(3) == drawn(3) and len({*drawn(3), *drawn(4)}) == 6
 
 
+@pytest.mark.parametrize("seed", [7, -1])
+def test_shifted_streams_follow_from_what_was_seeded(seed: int) -> None:
+    def draw(offset: int) -> tuple[float, ...]:
+        determinism.seed_everything(7)
+        torch.manual_seed(seed)
+        determinism.shift_seeds(offset)
+        return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+    assert draw(1) == draw(1)
+    assert all(one != other for one, other in zip(draw(1), draw(2), strict=True))
+
+
 def test_the_environment_is_the_users_where_it_is_set() -> None:
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     determinism.prepare(environ)

@@ -130,7 +130,8 @@ def test_its_limits_hold_and_nothing_of_it_is_left(script: Path, try_both: Any, 
 
 
 @pytest.mark.parametrize(
-    "why", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "option", "torch.py", "names", "imports", "module", "python"]
+    "why",
+    ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "option", "torch.py", "names", "imports", "module", "folder", "python"],
 )
 def test_what_a_fork_cannot_give_is_executed(why: str, script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script)]
@@ -154,11 +155,16 @@ def test_what_a_fork_cannot_give_is_executed(why: str, script: Path, tmp_path: P
             command = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={script.parent}", sys.executable, "-m", "early"]
         else:
             command = ["env", "-u", "PYTHONSAFEPATH", *command]
+    elif why == "folder":  # a package without an __init__.py, as many scripts have them
+        script.with_name("early").mkdir()
+        script.with_name("early").joinpath("threads.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '3'\n")
+        script.write_text("from early import threads")
+        command = ["env", "-u", "PYTHONSAFEPATH", *command]
     else:
         command[0] = "/bin/true"
     ended = supervise(command, tmp_path, env=environment(os.environ))
     assert ended.code == 0 and ended.started is not None and ended.started.startswith("a new interpreter: ")
-    in_the_script = why in ("names", "imports", "module")
+    in_the_script = why in ("names", "imports", "module", "folder")
     assert {"option": "options", "python": "not the Python"}.get(why, "OMP" if in_the_script else why) in ended.started
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -84,6 +85,22 @@ def test_what_a_killed_fastloop_left_is_taken_away(own_tmp: Path) -> None:
         assert not left.exists() and private.is_dir()
         with carried(ScriptOrders(), {}):
             assert private.is_dir(), "one that is at work stays"
+
+
+def test_one_that_is_being_made_stays(own_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, kinds = fcntl.flock, list[int]()
+
+    def sweep_first(file: Any, kind: int) -> None:
+        kinds.append(kind)
+        if kind == fcntl.LOCK_EX:
+            script_injection._sweep()
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    with script_injection.private_directory() as private:
+        assert private.is_dir() and fcntl.LOCK_EX in kinds
+        script_injection._sweep()
+        assert private.is_dir() and fcntl.LOCK_EX | fcntl.LOCK_NB in kinds, "and it was looked at once it was made"
 
 
 def test_what_is_not_surely_ours_stays(own_tmp: Path) -> None:

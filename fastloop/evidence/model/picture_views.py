@@ -1,0 +1,68 @@
+"""Code that asks for the usual order of a picture's numbers, which ``view`` does: read from functions' names only."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from fastloop.evidence.model import sample_code
+
+_MOST_ITEMS = 32
+"""Of a list that are looked at."""
+_CALLS = {"view", "view_as"}
+_LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "fastloop.", "lightning.", "pytorch_lightning.", "builtins.")
+
+
+def list_views(starts: Iterable[Any]) -> Iterator[str]:
+    """Functions that call ``view``, by name: among these functions and objects, and what of the user's they name.
+
+    Functions that an installed package offers are looked at, and not followed. What is compiled to C has no names.
+    """
+    queue, seen = deque(starts), set[int]()
+    while queue:
+        item = queue.popleft()
+        if isinstance(item, (list, tuple, dict)) and id(item) not in seen:
+            seen.add(id(item))
+            queue.extend(islice(item.values() if isinstance(item, dict) else item, _MOST_ITEMS))
+        item = _find_code(item)
+        if id(item) in seen or f"{item.__module__}.".startswith(_LIBRARIES):
+            continue
+        seen.add(id(item))
+        is_users = not sample_code.is_installed(item)
+        if inspect.isfunction(item):
+            names = set(list_names(item))
+            if names & _CALLS:
+                yield item.__qualname__
+            if is_users:
+                outer = [value for _, value in (*sample_code.list_globals(item), *sample_code.list_closure(item))]
+                queue.extend(value for value in outer if not inspect.ismodule(value))
+                queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in names)
+        elif is_users or issubclass(item, torch.nn.Module):
+            queue.extend(
+                filter(inspect.isfunction, (_find_code(each) for base in item.__mro__ for each in vars(base).values()))
+            )
+
+
+def list_names(item: Any) -> Iterator[str]:
+    """What a function's code names; nothing of what is none."""
+    if inspect.isfunction(code := _find_code(item)):
+        yield from sample_code.list_names(code.__code__)
+
+
+def _find_code(item: Any) -> Any:
+    """A function or class: what is called where this object is."""
+    while isinstance(item, functools.partial):
+        item = item.func
+    if isinstance(item, (types.MethodType, staticmethod, classmethod)):
+        item = item.__func__
+    elif isinstance(item, property):
+        item = item.fget
+    item = inspect.unwrap(item) if inspect.isfunction(item) else item
+    return item if inspect.isfunction(item) or isinstance(item, type) else type(item)
