@@ -124,7 +124,8 @@ def test_signals_reach_it_and_its_end_is_waited_for() -> None:
     process.stdout.close()
 
 
-def test_draws_of_two_programs_differ() -> None:
+def test_draws_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # which any `seed_everything` of this process leaves behind
     draws = "import random, numpy; print(random.random(), numpy.random.rand())"
     said = [subprocess.check_output([sys.executable, "-c", draws]).split() for _ in range(2)]
     assert len({*said[0], *said[1]}) == 4

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 from fastloop.bridge.trials.drawn_samples import Drawn, Epoch, listen
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.lazy_loader import Bounded, clone
+from fastloop.feeds.window_batches import WindowSampler
 from tests.bridge.trials.test_drawn_samples import Ids, all_of, shuffled
 
 

@@ -12,9 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop.bridge.trials.drawn_samples import Batch, Drawn, listen
-from fastloop.feeds.accumulation_windows import WindowSampler
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import LazyLoader, clone
+from fastloop.feeds.window_batches import WindowSampler
 
 
 class Ids(Dataset[Any]):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.trace_parts import read_parts
 from fastloop.evidence.trace import kernel_account
 from fastloop.evidence.trace import recording as module
 from fastloop.evidence.trace.recording import NAME, TraceWindow
@@ -80,7 +81,7 @@ def test_a_real_trace(tmp_path: Path) -> None:
     assert {row["name"] for row in found["top"]} & {"aten::addmm", "aten::mm"}
     assert found["idle_ms"]["data"] is None, "the CPU is host and device at once"
     assert 0 < found["cost_s"] < 60
-    parts = kernel_account.parts(tmp_path / "run" / NAME)["parts_ms"]
+    parts = read_parts(tmp_path / "run" / NAME)["parts_ms"]
     assert parts["data_wait"] > 20 and min(parts["forward"], parts["backward"], parts["optimizer"]) > 0
 
 
@@ -184,7 +185,7 @@ def test_crossing_ranges_are_cut_at_the_step(tmp_path: Path) -> None:
     window.pop()
     window.end()
     assert names(tmp_path / NAME).count("fastloop/validation") == 3
-    assert kernel_account.parts(tmp_path / NAME)["parts_ms"]["validation"] > 19
+    assert read_parts(tmp_path / NAME)["parts_ms"]["validation"] > 19
 
 
 FAULTS = ("prepare_trace", "start_trace", "stop_trace", "export_chrome_trace")

@@ -435,7 +435,7 @@ def test_real_rungs_together() -> None:
             )
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = torch.nn.functional.mse_loss(self.net(batch[0].view(-1, 2, 2, 2)), batch[1])
+            loss = torch.nn.functional.mse_loss(self.net(batch[0].reshape(-1, 2, 2, 2)), batch[1])
             self.losses.append(float(loss.detach()))
             return loss
 

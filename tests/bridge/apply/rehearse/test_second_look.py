@@ -317,7 +317,7 @@ def test_real_rungs_are_switched_in_mid_run(monkeypatch: pytest.MonkeyPatch) -> 
             self.dtypes: list[torch.dtype] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            out = self.net(batch[0].view(-1, 2, 2, 2))
+            out = self.net(batch[0].reshape(-1, 2, 2, 2))
             self.dtypes.append(out.dtype)
             loss = torch.nn.functional.mse_loss(out, batch[1])
             self.losses.append(float(loss.detach()))
