@@ -36,7 +36,7 @@ BROKEN: tuple[End, ...] = ("parity", "crashed")
 LADDER, WITHOUT = "ladder-", "without-"
 """How the keys of shipped ladders begin that are tried as a whole, and of rungs that are taken away again."""
 LOST_PCT = -50.0
-"""Of the step: what was predicted to make it so much longer is not tried again."""
+"""Of the step: what was predicted to make it so much longer is not tried again, nor with the rest of its ladder."""
 CHANGES_TRAINING: Parity = "changes-training"
 
 
@@ -181,11 +181,12 @@ def _choose_ladder(known: Position) -> Candidate | None:
 
 def _choose_rest(known: Position) -> Candidate | None:
     """What a ladder has beyond those that were kept, at once: one by one these rungs did not pay, and together they
-    may, now that the stack has grown."""
+    may, now that the stack has grown. Not what made the step much longer."""
     ladders = list_ladders(known.start)
     kept = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
+    hopeless = {row.rung for row in known.rows if known.pct(row.measured_saved_ms or 0.0) < LOST_PCT}
     gone = {row.rung for row in known.rows if row.ended in ("inactive", *BROKEN)}.union(
-        *(ladders[name] for name in kept)
+        hopeless, *(ladders[name] for name in kept)
     )
     for name, ladder in ladders.items():
         rest = {rung: settings for rung, settings in ladder.items() if rung not in known.stack and rung not in gone}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.experiments.climb import candidates
 from fastloop.experiments.climb.candidates import Candidate, Position, Start, choose, list_ladders, make_patch
 from fastloop.records.card import Stack
 from fastloop.records.climb import Attempt, Costs
@@ -202,6 +203,17 @@ def test_of_the_shipped_ladders_the_fastest_comes_first() -> None:
     assert key(choose(high)) not in ("ladder-full", "workers", "amp"), "slower ones are left out, and what it brought"
     own = dataclasses.replace(shipped, enabled=frozenset({"amp"}), refused={"compile": "there is no compiler"})
     assert list_ladders(own) == {}, "one rung is no ladder"
+
+
+@pytest.mark.parametrize(("saved", "rest"), [(-20.0, {"dali", "fused", "layout"}), (-30.0, {"fused", "layout"})])
+def test_what_made_the_step_much_longer_is_not_tried_with_the_rest_of_its_ladder(saved: float, rest: set[str]) -> None:
+    whole = {rung: {"enabled": True} for rung in ("pin", "dali", "layout", "fused")}
+    start = Start(ladders={"full": whole}, enabled=frozenset(candidates.cards()) - {*whole})
+    costs = Costs(now_ms=50, replayed_ms=20, resident_ms=20, loader_ms=45)
+    rows = [row("pin", "kept"), row("dali", "not_faster", at=1, measured_saved_ms=saved)]
+    rows += [row(each, "not_faster", at=1) for each in ("layout", "fused")]
+    found = choose(Position(start=start, costs=costs, stack={"pin": {"enabled": True}}, rows=rows))
+    assert isinstance(found, Candidate) and set(found.patches[0]["rungs"]) == rest, found
 
 
 def test_workers_are_counted_anew_once_more_is_asked_of_them() -> None:
