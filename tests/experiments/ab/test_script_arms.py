@@ -74,7 +74,6 @@ def test_a_run_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newb
         "FASTLOOP_RECIPES": "x",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(supervise, "SAY_S", 0.0)
     lines: list[str] = []
     tries: Arm = arm("--does 'fails later' --tell seen.json", seed=5, overrides=("rungs.amp.enabled=true",))
     ask = Ask(seed=2, steps=40, warmup=7, ledger=True)
@@ -83,7 +82,6 @@ def test_a_run_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newb
     assert (found.measurement.total_steps, found.measurement.warmup_steps) == (40, 7)
     assert found.samples_per_s == found.measurement.samples_per_s > 0
     assert "arm 1: its fit was measured, then: exit code 1 at step 40: ValueError: no checkpoint to test" in lines
-    assert any(line.startswith("arm 1: step ") for line in lines)
     names = {path.name for path in found.run_dir.iterdir()}
     assert {"measurement.json", "report.md", "ledger.json", "trial.json", "stdout.txt", "stderr.txt", "beat"} <= names
     verdicts = told(found.run_dir / "verdicts.json")["verdicts"]

@@ -214,7 +214,7 @@ def test_progress_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(seam, "SAY_S", 0.2)
     lines: list[str] = []
     ended(f"import time; time.sleep(1.2)\n{BEATS.format(steps=3, every=1.2)}", tmp_path, progress=lines.append)
-    assert lines[0] == "starting, 1 s" and any(line.startswith("step 2 of 3, ") for line in lines)
+    assert lines[0].startswith("starting, ") and any(line.startswith("step 2 of 3, ") for line in lines)
 
 
 @pytest.mark.parametrize(

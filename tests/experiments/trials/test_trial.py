@@ -42,6 +42,7 @@ def test_a_training_that_went_well(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(trial.supervise, "SAY_S", 0.0)
+    monkeypatch.setattr(trial.supervise, "LOOK_S", 0.02)
     job = net("run.max_steps=25", f"recipe.api_key={SECRET}", further_steps=5)
     found = run_trial("arm 1", job, tmp_path / "a" / "1", progress=lines.append)
     assert found.ok and found.cause is None and (found.code, found.last_step, found.tail) == (0, 30, "")
