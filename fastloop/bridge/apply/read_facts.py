@@ -63,7 +63,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
         plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
         precision=str(strategy.precision_plugin.precision),
-        own_precision=type(strategy.precision_plugin).__name__ != "Precision",
+        own_precision=_is_chosen(strategy.precision_plugin),
         accumulate=trainer.accumulate_grad_batches,
         accumulation_scheduled="GradientAccumulationScheduler" in kinds,
         averages_weights_by_swa="StochasticWeightAveraging" in kinds,
@@ -92,6 +92,11 @@ def _is_ddp(strategy: Any) -> bool:
     """DDP itself: DeepSpeed's strategy inherits from it, but wraps the model in an engine of its own."""
     inherits = {base.__name__ for base in type(strategy).__mro__}
     return hasattr(strategy, "_ddp_kwargs") and "DeepSpeedStrategy" not in inherits
+
+
+def _is_chosen(precision: Any) -> bool:
+    """Whether somebody chose this precision: FSDP has a plugin of its own for what is nobody's choice, too."""
+    return type(precision).__name__ not in ("Precision", "FSDPPrecision") or precision.precision != "32-true"
 
 
 def _load_single_device(strategy: Any) -> type:
