@@ -24,7 +24,7 @@ from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, 
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import FastLoopError, NotApplicable, let_through
+from fastloop.errors import FastLoopError, NotApplicable, describe
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
@@ -183,7 +183,7 @@ class Rehearsal:
         except torch.cuda.OutOfMemoryError:
             fault, is_lasting = "there was not enough memory to try it", False
         except NotApplicable as error:
-            fault, is_lasting = str(error), False
+            fault, is_lasting = describe(error), False
         except Exception as error:
             # A limit may be this run's own, memory another's, and an optimizer's twin fails for reasons of its own.
             fault = _explain(error)
@@ -368,13 +368,11 @@ def gather(trainer: Any, mine: Answer) -> list[Answer]:
     return every
 
 
-def _explain(error: BaseException) -> str:
+def _explain(error: Exception) -> str:
     """What went wrong. A limit may have passed inside a compile, which makes an error of its own of it; what a signal's
     handler raised is none of ours."""
-    if (limit := _find_cause(error, (TimeLimit,))) is not None:
-        return str(limit)
-    let_through(error)
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    limit = _find_cause(error, (TimeLimit,))
+    return describe(error) if limit is None else str(limit)
 
 
 def _find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
