@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply.read_facts import overrides
-from fastloop.bridge.apply.read_precision import find_precision
-from fastloop.bridge.apply.rehearse.recorded_calls import Played, measure_deviation
+from fastloop.bridge.apply.read_training import find_precision
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams
 from fastloop.bridge.apply.site import LiveSite, attribute
 from fastloop.bridge.apply.staging import set_attribute

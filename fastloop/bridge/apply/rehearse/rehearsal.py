@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
-from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, Player, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.site import LiveSite
