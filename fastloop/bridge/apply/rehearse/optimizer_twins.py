@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.recorded_calls import Played
+from fastloop.bridge.apply.rehearse.played import Played, synchronize
 
 MOST_BYTES = 256 * 2**20
 """Of the copied parameters of one optimizer: the largest ones that fit."""
@@ -27,10 +27,10 @@ def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
         twin, parameters = make_twin(optimizer)
         step: Callable[[], Any] = torch.no_grad()(twin.step)
         step()
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         step()
-        _synchronize(device)
+        synchronize(device)
         played.ms += 1e3 * (time.perf_counter() - began)
         played.outputs += [own - before for before, own in parameters]
     return played
@@ -70,8 +70,3 @@ def _choose(optimizer: Any) -> list[torch.Tensor]:
             chosen.append(each)
             taken += size
     return chosen
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
