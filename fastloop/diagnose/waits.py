@@ -9,9 +9,9 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
 from fastloop.records.readings import (
     CPU_WORTH_PCT,
-    HAND_OVER_MS,
     compute_gain_pct,
     describe_decoding,
+    find_hand_over_ms,
     is_worth_handing_over,
     loader,
     micro_batches,
@@ -80,7 +80,7 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
     if count == 0 and not is_worth_handing_over(seen):
         return (
             f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
-            f" {HAND_OVER_MS} ms; a dataset with __getitems__ makes a whole batch at once"
+            f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
         )
     if count == 0:
         return "make samples and batches cheaper"

@@ -42,6 +42,8 @@ class Layout:
         """Ask for channels_last weights and inputs where there are 2-D convolutions."""
         if not facts.convs:
             raise NotApplicable("the model has no 2-D convolution")
+        if not facts.plain_gradients:
+            raise NotApplicable(f"{facts.strategy} stores weights in an order of its own")
         if views := (*facts.views, *(facts.inner_views if facts.is_ddp else ())):  # the rest is rehearsed
             raise NotApplicable(
                 f"{views[0]} calls view, which raises where pictures are stored so; write reshape or flatten"

@@ -20,12 +20,13 @@ def only(
     step: float | None = 100.0,
     wait: float | None = 60.0,
     enabled: tuple[str, ...] = (),
+    crowded: bool = False,
     **seen: Any,
 ) -> Finding:
     measurement = Measurement(
         step_ms={"mean": step},
         parts_ms={"data_wait": wait},
-        evidence={} if loader is None else {"loader": loader},
+        evidence={**({} if loader is None else {"loader": loader}), **({"cpu": {"crowded": True}} if crowded else {})},
         **seen,
     )
     idle = loader is not None and loader["num_workers"] == 0
@@ -136,8 +137,13 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
         ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 1.2}}, True),
         ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 0.3}}, False),
         ({"step": 1.5, "wait": 0.3, "device": "cuda"}, True),
+        ({"step": 6.0, "wait": 0.9, "crowded": True}, False),
+        ({"step": 6.0, "wait": 3.1, "crowded": True}, True),
     ],
-    ids=["fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu", "unknown_on_a_gpu"],
+    ids=[
+        *("fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu", "unknown_on_a_gpu"),
+        *("busy_cpus", "slow_on_busy_cpus"),
+    ],
 )
 def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[str, Any], advised: bool) -> None:
     finding = only(MAP, **seen)
