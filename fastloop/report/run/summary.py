@@ -241,12 +241,17 @@ def list_flags(seen: Measurement) -> list[str]:
     return phrases
 
 
+def list_one_time(seen: Measurement) -> list[tuple[str, float | None]]:
+    """Causes of one-time costs in words, with their seconds."""
+    causes = dict.fromkeys((*ONE_TIME, *seen.one_time_s))
+    return [(cause.replace("_", " "), seen.one_time_s[cause]) for cause in causes if cause in seen.one_time_s]
+
+
 def describe_one_time(seen: Measurement) -> str:
     """Seconds that no later step pays again, by cause; empty where none is worth a line."""
-    known = [(cause, seen.one_time_s.get(cause)) for cause in dict.fromkeys((*ONE_TIME, *seen.one_time_s))]
     return ", ".join(
-        f"{cause.replace('_', ' ')} {format_s(seconds)}"
-        for cause, seconds in known
+        f"{cause} {format_s(seconds)}"
+        for cause, seconds in list_one_time(seen)
         if seconds is not None and seconds >= WORTH_A_WORD_S
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
+from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment, Machine, TorchFlags
 from fastloop.report.drawing.document import Table
@@ -78,28 +78,11 @@ def format_share(part: float | None, whole: float | None) -> str:
     return number(100 * part / whole)
 
 
-ONE_TIME_WORDS = (
-    "compiles of the training",
-    "compiles of the validation",
-    "trying kernels while compiling",
-    "from the workers' start to the first batch",
-    "rehearsals, without their compiles",
-    "filling caches",
-)
-"""The causes of one-time costs, in their order."""
-
-
 def tabulate_one_time(seen: Measurement) -> Table:
     """Seconds of the whole fit that no later step pays again, as far as they are worth a word or unknown."""
-    words = dict(zip(ONE_TIME, ONE_TIME_WORDS, strict=True))
-    found = [
-        (cause, seen.one_time_s[cause])
-        for cause in dict.fromkeys((*ONE_TIME, *seen.one_time_s))
-        if cause in seen.one_time_s
-    ]
     rows = [
-        (words.get(cause, cause.replace("_", " ")), summary.format_s(seconds))
-        for cause, seconds in found
+        (cause, summary.format_s(seconds))
+        for cause, seconds in summary.list_one_time(seen)
         if seconds is None or seconds >= summary.WORTH_A_WORD_S
     ]
     again = (seen.evidence.get("compilation") or {}).get("ms_per_step")
