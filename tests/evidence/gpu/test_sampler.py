@@ -88,7 +88,7 @@ def test_everything_there_is(nvml: FakeNvml) -> None:
             "sm_clock_max_mhz": 1980.0,
         }
     )
-    assert 0.1 < found.seconds and found.state == ()
+    assert found.seconds > 0.1 and found.state == ()
     assert len(found.timeline) > 3 and found.timeline[-1]["t_s"] == pytest.approx(found.seconds, abs=0.01)
     assert set(found.timeline[0]) == {"t_s", *GPU_READINGS} - {"sm_clock_max_mhz", "throttle"}
 

@@ -20,7 +20,7 @@ from fastloop.experiments.trials.supervise import Ended, Limits, last_lines, sup
 from fastloop.experiments.trials.trial import environment
 from tests.commands.command_line import ROOT, wait_for
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(250)]
 SEES = """
 import os
 def annotated(x: int) -> None: ...

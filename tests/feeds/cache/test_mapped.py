@@ -198,7 +198,7 @@ def test_eight_megabytes_in_earnest(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     inside = f"mount -t tmpfs -o size=8m tmpfs {small} && exec {sys.executable} {script} {small}"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", inside], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", inside], capture_output=True, text=True, timeout=200)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no mounting here: {done.stderr.strip()}")
     first, last = done.stdout.splitlines()
