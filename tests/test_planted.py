@@ -1,7 +1,7 @@
 """Trainings with a known fault: the right name comes first, two faults are both named, a sound training gets none.
 
-`benchmarks/planted.py` holds the trainings and counts over many repeats. Here each has three tries, because whatever else
-this machine does at that moment holds a training up, too, and is named rightly.
+`benchmarks/planted.py` holds the trainings and counts over many repeats. Here each has three tries, because whatever
+else this machine does at that moment holds a training up, too, and is named rightly.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from fastloop.feeds.cache.wanted import KeptSamples
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.cache import Cache
-from tests.feeds.cache.pictures import Arrays, folder
 from tests.commands.command_line import wait_for
+from tests.feeds.cache.pictures import Arrays, folder
 from tests.feeds.cache.redis_server import Server
 from tests.runs import Net, batches, both, distance, run
 
