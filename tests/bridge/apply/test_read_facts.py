@@ -133,6 +133,7 @@ class Suspect(Regression):
 def test_what_a_module_does_as_far_as_its_source_says() -> None:
     found = facts(Suspect())
     assert found.autocasts == ("Suspect.training_step",) and found.detaches_grads == ("Suspect.on_after_backward",)
+    assert found.handles_grads == ("Suspect.on_after_backward",)
     losses = {text.split(" ")[0] for text in found.not_mean_losses}
     assert {"sum", "weighted", "Suspect.training_step"} <= losses and not losses & {"mean", "Suspect.validation_step"}
     assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)
