@@ -78,6 +78,11 @@ class Amp:
             raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
+        if is_mixed and facts.device == "cuda" and (refused := set(facts.refused_losses) - set(self.keep_fp32)):
+            raise NotApplicable(
+                f"{min(refused)} computes binary_cross_entropy, which torch refuses under autocast: write"
+                " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
+            )
         if self.mode == "16-mixed" and facts.handles_grads:
             raise NotApplicable(f"{facts.handles_grads[0]} takes gradients that 16-mixed has scaled; use bf16-mixed")
         if facts.device == "mps":

@@ -51,6 +51,13 @@ class Autocasting(models.Regression):
             {"plain_gradients": False, "strategy": "FSDPStrategy"},
             "FSDPStrategy has its own precision handling; write Trainer(precision=…) instead",
         ),
+        ("bf16-mixed", {"refused_losses": ("criterion",)}, {"precision.plugin": "bf16-mixed"}),
+        (
+            "bf16-mixed",
+            {"refused_losses": ("criterion", "training_step"), "device": "cuda", "compute_capability": (9, 0)},
+            "criterion computes binary_cross_entropy, which torch refuses under autocast: write"
+            " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32",
+        ),
         (
             "16-mixed",
             {"handles_grads": ("Net.training_step",)},
@@ -80,6 +87,12 @@ def test_plan(mode: Any, facts: dict[str, Any], wants: dict[str, str] | str) -> 
     assert [key for action in change.actions for key in action.keys] == ([] if wants else ["torch.matmul_precision"])
     assert [action.when for action in change.actions] == ["model"]
     assert dict(change.facts) == ({"precision": mode} if wants else {})
+
+
+def test_a_loss_that_autocast_refuses_may_be_kept_in_float32() -> None:
+    rung = Amp(enabled=True, keep_fp32=("criterion",))
+    facts = Facts(device="cuda", compute_capability=(9, 0), refused_losses=("criterion",))
+    assert dict(rung.plan(facts).wants) == {"precision.plugin": "bf16-mixed"}
 
 
 def test_an_emulating_gpu_is_noted() -> None:

@@ -163,6 +163,10 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "views": tuple(_find_views(module)) if convs else (),
         "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
+        "refused_losses": (
+            *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
+            *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
+        ),
         "handles_grads": tuple(
             each for each in _find_methods(module, r"\bclip_grad|\.grad\b") if not each.endswith(_UNSCALED)
         ),
