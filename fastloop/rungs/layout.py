@@ -24,7 +24,6 @@ from fastloop.records.readings import already, convolves, on_gpu
 CARD = Card(
     family="compute",
     does="channels_last avoids transposes around convolutions",
-    evidence={"channels_last_convs": 0},
     answers={"memory_bound:convolutions": 2, DEVICE: 2},
     follows={"memory_bound": 2, "fp32_math": 2, "compute_bound": 2},
     applies=lambda seen: on_gpu(seen) and convolves(seen) and not already(seen, "channels_last"),
