@@ -49,7 +49,7 @@ def findings(
         verdicts: whether they took, and what they did in a rehearsal.
     """
     step = attribute(seen)
-    rungs = Rungs(cards=cards, enabled=enabled)
+    rungs = Rungs(cards=cards, enabled=enabled, verdicts={verdict.rung: verdict for verdict in verdicts})
     found = [no_bottleneck.explain_no_step(seen)] if step is None else _apply_rules(step, rungs)
     alarms = [*filter(None, (one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))]
     found = [*alarms, *(each for each in found if not alarms or each.bottleneck != "none")]

@@ -44,7 +44,6 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="compute",
     does="bf16 runs matrix products on the tensor cores and moves half the bytes",
-    evidence={"dtype": "torch.float32", "matmul_precision": "highest"},
     answers={"fp32_math": 1, "32-bit_math": 1, "memory_bound": 3, "memory_bound:convolutions": 1, DEVICE: 1},
     applies=lambda seen: on_gpu(seen) and precision(seen) in ("fp32", "tf32"),
     variants=_variants,

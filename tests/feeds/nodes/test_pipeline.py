@@ -19,7 +19,7 @@ from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.nodes.pipeline import ThreadEngine
 from fastloop.feeds.workers import tried_workers
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 class Numbers(Dataset):
@@ -63,7 +63,7 @@ def read(loader: Any) -> tuple[list[list[Any]], float]:
 def list_threads() -> list[threading.Thread]:
     """Threads of ours, once those that have been told to end had the time."""
     gc.collect()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 50
     while True:
         ours = [each for each in threading.enumerate() if "_apply_udf" in each.name or "_queue" in each.name]
         if not ours or time.monotonic() > end:

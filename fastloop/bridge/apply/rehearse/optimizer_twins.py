@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.recorded_calls import Played
+from fastloop.bridge.apply.rehearse.played import Played, synchronize
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import tensors
 
@@ -31,10 +31,10 @@ def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
         twin, parameters = make_twin(optimizer)
         step: Callable[[], Any] = torch.no_grad()(twin.step)
         step()
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         step()
-        _synchronize(device)
+        synchronize(device)
         played.ms += 1e3 * (time.perf_counter() - began)
         played.outputs += [own - before for before, own in parameters]
     return played
@@ -74,11 +74,6 @@ def _choose(optimizer: Any) -> list[torch.Tensor]:
             chosen.append(each)
             taken += size
     return chosen
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def count_state_bytes(optimizer: Any) -> int:
