@@ -117,6 +117,8 @@ class Facts:
     is_ddp: bool = False
     plain_gradients: bool = True
     """Whole gradients live in ``parameter.grad`` (one device or DDP), not in shards or an engine of the strategy's."""
+    static_graph: bool = False
+    """The user told DDP that all steps have one graph; it then fails where a step has several backward passes."""
     precision: str = "32-true"
     own_precision: bool = False
     """The user chose a precision or a precision plugin."""

@@ -63,6 +63,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
+        static_graph=bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
         plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
         precision=str(strategy.precision_plugin.precision),
         own_precision=_is_chosen(strategy.precision_plugin),

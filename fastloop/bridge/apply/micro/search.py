@@ -104,8 +104,10 @@ class SizeSearch:
         trainer = strategy.lightning_module.trainer
         run = _Run(self, strategy, sizes, trial)
         mine = run.search()
-        every = gather(trainer, mine)
-        agreed = min(every, key=lambda each: each.size)
+        every, owns = zip(*gather(trainer, (mine, trial.own)), strict=True)
+        if len(set(owns)) > 1:
+            return FoundSize(size=trial.own, why=f"ranks begin with batches of other sizes: {min(owns)} to {max(owns)}")
+        agreed: FoundSize = min(every, key=lambda each: each.size)
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
                 run.play_plain([agreed.size])
