@@ -22,16 +22,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu, precision
 
-DTYPES = {
-    "bf16-mixed": "torch.bfloat16",
-    "16-mixed": "torch.float16",
-    "bf16-true": "torch.bfloat16",
-    "16-true": "torch.float16",
-}
-TRUE_NOTES = {
-    "bf16-true": "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them",
-    "16-true": "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them",
-}
+TRUE_NOTE = "weights are {}, too: updates below 1/{} of a weight are lost; {} keeps them"
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
@@ -80,7 +71,8 @@ class Amp:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
-        notes = [] if is_mixed else [TRUE_NOTES[self.mode]]
+        kind = ("bfloat16", 256, "bf16-mixed") if "bf16" in self.mode else ("float16", 2048, "16-mixed")
+        notes = [] if is_mixed else [TRUE_NOTE.format(*kind)]
         if not is_mixed and facts.micro_batches:
             notes.append("the gradients of the micro-batches are summed in 16 bits")
         if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
@@ -146,7 +138,7 @@ class Amp:
             why += f"; kept in float32, but never called: {', '.join(never)}"
         elif self.keep_fp32:
             why += f", those of {', '.join(self.keep_fp32)} in torch.float32"
-        return Verdict(took=dtype == DTYPES[self.mode], why=why)
+        return Verdict(took=dtype == ("torch.bfloat16" if "bf16" in self.mode else "torch.float16"), why=why)
 
 
 def _allow_tf32(_site: Site | None) -> Applied:
