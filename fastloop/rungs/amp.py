@@ -40,6 +40,11 @@ CARD = Card(
     variants=_variants,
     plan_shows_refusal=True,
     owns_trainer_keys={"precision": "mode"},
+    explains=dict.fromkeys(
+        ("BFloat16", "c10::Half", "scalar type", "same dtype", "dtypes match", "unsafe to autocast"),
+        "under rungs.amp layers return 16-bit numbers: call .float() on them there, name that method or module in"
+        " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
+    ),
 )
 """What other files know of this rung."""
 
@@ -69,6 +74,13 @@ class Amp:
             raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
+        if is_mixed and facts.device == "cuda" and (refused := set(facts.refused_losses) - set(self.keep_fp32)):
+            raise NotApplicable(
+                f"{min(refused)} computes binary_cross_entropy, which torch refuses under autocast: write"
+                " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
+            )
+        if self.mode == "16-mixed" and facts.handles_grads:
+            raise NotApplicable(f"{facts.handles_grads[0]} takes gradients that 16-mixed has scaled; use bf16-mixed")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
         kind = ("bfloat16", 256, "bf16-mixed") if "bf16" in self.mode else ("float16", 2048, "16-mixed")

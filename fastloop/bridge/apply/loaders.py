@@ -65,7 +65,6 @@ class TrainLoaders:
         self._keeps_theirs, self._kept = False, False
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
-        self.staging.looks_for_pinned = True
         undo("loaders", self._give_back)
 
     @property

@@ -37,6 +37,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
+_UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
+"""Hooks to which a loss scaler gives gradients as they are."""
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
 _BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
@@ -162,6 +164,13 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "views": tuple(_find_views(module)) if convs else (),
         "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
+        "refused_losses": (
+            *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
+            *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
+        ),
+        "handles_grads": tuple(
+            each for each in _find_methods(module, r"\bclip_grad|\.grad\b") if not each.endswith(_UNSCALED)
+        ),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),
         "repeated_blocks": tuple(_group_repeated(module)),

@@ -123,9 +123,11 @@ class SizeSearch:
             return None
         said = f"a later batch has {length:g} numbers a sample, and micro-batches of {most} do not run"
         if fits is None:
-            self.warn(f"{said}, nor do smaller ones, limited {run.limit}; if memory ends, shorten your longest samples")
-            return None
-        self.warn(f"{said}: {fits} from here, limited {run.limit}; write micro_batch: {fits} to begin with it")
+            fits, do = self.sizes[0], "shorten your longest samples"
+            said += ", nor do smaller ones"
+        else:
+            do = f"write micro_batch: {fits} to begin with it"
+        self.warn(f"{said}: {fits} from here, limited {run.limit}; {do}")
         self.sizes = [size for size in self.sizes if size <= fits]
         return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
 
