@@ -227,12 +227,12 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
             recorder.stopped = climb.climb()
             complete = True
         except Spent as spent:
-            recorder.stopped, complete = f"budget used up before: {spent.what}", False
+            recorder.stopped, complete = f"the rest of the budget is too short for {spent.what}", False
         try:
             recorder.confirmed = climb.confirm() if climb.costs is not None else None
             recorder.partial = not complete and recorder.confirmed is None
         except Spent as spent:
-            recorder.stopped += f"; left: {spent.what}"
+            recorder.stopped += f"; still to do: {spent.what}"
     except BaseFailed as base:
         raise _end_without_base(recorder, climb, base) from None
     except BaseException as error:
