@@ -101,9 +101,6 @@ class LoaderCount:
 class LoaderAnswer:
     """What a trial of the loader alone found out."""
 
-    samples_per_s: float | None = None
-    """All ranks together."""
-    ms_per_batch: float | None = None
     ms_per_step: float | None = None
     workers: int | None = None
     queue_drained: bool = False
