@@ -9,9 +9,9 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
 from fastloop.records.readings import (
     CPU_WORTH_PCT,
-    HAND_OVER_MS,
     compute_gain_pct,
     describe_decoding,
+    find_hand_over_ms,
     is_worth_handing_over,
     loader,
     micro_batches,
@@ -80,7 +80,7 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
     if count == 0 and not is_worth_handing_over(seen):
         return (
             f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
-            f" {HAND_OVER_MS} ms; a dataset with __getitems__ makes a whole batch at once"
+            f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
         )
     if count == 0:
         return "make samples and batches cheaper"
@@ -117,7 +117,9 @@ def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:
         instead = "send fewer bytes: integers instead of floats, converted on the device"
         remedy = rungs.choose(seen, "h2d", instead, together=True)
     else:
-        remedy = Remedy(None, "no rung helps: there is no copy to hide here; check your transfer_batch_to_device")
+        remedy = Remedy(
+            None, "no rung helps with this: there is no copy to hide here; check your transfer_batch_to_device"
+        )
     return cost.explain(f"moving batches to the {step.device} took {cost.time}", remedy)
 
 
@@ -158,5 +160,5 @@ def find_straggler(step: Attribution, _rungs: Rungs) -> Finding | None:
         f"{ranks - 1} of {ranks} ranks wait for rank {slow.rank} on {slow.host} for {cost.time}: its"
         f" {slow.part} takes {slow.part_ms:.1f} ms, theirs {slow.others_part_ms:.1f}"
     )
-    advice = f"no rung helps: check that machine and what rank {slow.rank} does in {slow.part}"
+    advice = f"no rung helps with this: check that machine and what rank {slow.rank} does in {slow.part}"
     return cost.explain(facts, Remedy(None, advice), title=f"WAITING FOR RANK {slow.rank}")

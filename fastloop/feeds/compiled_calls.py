@@ -21,8 +21,9 @@ from fastloop.records.plan import Undo
 GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 """Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
 ``meta["example_value"]``; calls that the pass adds get theirs afterwards. What it reads the numbers of, it adds to
-the graph's ``meta[TAKEN]``: tensors out of ``meta[MAY_TAKE]``, by their ids. New graphs follow where these change."""
-MAY_TAKE, TAKEN = "fastloop_may_take", "fastloop_taken"
+the graph's ``meta[TAKEN]``: tensors out of ``meta[MAY_TAKE]``, by their ids. New graphs follow where these change.
+``meta[COMPILES]``: whether Inductor takes the graph."""
+MAY_TAKE, TAKEN, COMPILES = "fastloop_may_take", "fastloop_taken", "fastloop_compiles"
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
@@ -292,7 +293,7 @@ class _Passing:
     frozen: Frozen
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}}
+        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}, COMPILES: self.mode != "eager"}
         for each in self.passes:
             graph = each(graph)
             _add_values(graph.graph)

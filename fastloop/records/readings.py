@@ -23,9 +23,11 @@ CPU_WORTH_PCT = 10.0
 training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
 OFTEN = 0.5
 """Synchronisations a step from which on a line counts as a cost of each step."""
-HAND_OVER_MS = 0.5
-"""What taking a batch from a worker costs the training process: 0.2 to 0.5 ms, more where all CPUs are busy. What is
-made in less gains nothing by being made elsewhere."""
+HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
+"""What taking a batch from a worker costs the training process: 0.2 to 0.5 ms, up to 3 where all CPUs are busy. What
+is made in less gains nothing by being made elsewhere."""
+WORTH_SAVING = 0.05
+"""Share of the step."""
 
 Source = Literal["trace", "counters", "nvml", "bound"]
 """Where a figure for idle time comes from; `bound`: only an upper bound."""
@@ -183,7 +185,12 @@ def describe_decoding(seen: Measurement) -> str | None:
     return None if decode_ms is None else f"decoding takes {decode_ms:.1f} ms an image on one core"
 
 
+def find_hand_over_ms(seen: Measurement) -> float:
+    """What taking a batch from a worker process would cost here, at most."""
+    return CROWDED_HAND_OVER_MS if seen.evidence.get("cpu", {}).get("crowded") else HAND_OVER_MS
+
+
 def is_worth_handing_over(seen: Measurement) -> bool:
-    """Whether making a batch takes longer than taking it from a worker process would, as far as is known."""
-    made = read_batch_ms(seen)
-    return made is None or made >= HAND_OVER_MS
+    """Whether making a batch takes longer than taking it from a worker would, by a share of the step worth naming."""
+    made, step_ms = read_batch_ms(seen), read_step_ms(seen) or 0.0
+    return made is None or made - find_hand_over_ms(seen) >= WORTH_SAVING * step_ms / micro_batches(seen)

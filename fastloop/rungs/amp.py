@@ -22,12 +22,6 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu, precision
 
-DTYPES = {
-    "bf16-mixed": "torch.bfloat16",
-    "16-mixed": "torch.float16",
-    "bf16-true": "torch.bfloat16",
-    "16-true": "torch.float16",
-}
 TRUE_NOTES = {
     "bf16-true": "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them",
     "16-true": "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them",
@@ -44,12 +38,16 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="compute",
     does="bf16 runs matrix products on the tensor cores and moves half the bytes",
-    evidence={"dtype": "torch.float32", "matmul_precision": "highest"},
     answers={"fp32_math": 1, "32-bit_math": 1, "memory_bound": 3, "memory_bound:convolutions": 1, DEVICE: 1},
     applies=lambda seen: on_gpu(seen) and precision(seen) in ("fp32", "tf32"),
     variants=_variants,
     plan_shows_refusal=True,
     owns_trainer_keys={"precision": "mode"},
+    explains=dict.fromkeys(
+        ("BFloat16", "c10::Half", "scalar type", "same dtype", "dtypes match", "unsafe to autocast"),
+        "under rungs.amp layers return 16-bit numbers: call .float() on them there, name that method or module in"
+        " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
+    ),
 )
 """What other files know of this rung."""
 
@@ -79,6 +77,13 @@ class Amp:
             raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
+        if is_mixed and facts.device == "cuda" and (refused := set(facts.refused_losses) - set(self.keep_fp32)):
+            raise NotApplicable(
+                f"{min(refused)} computes binary_cross_entropy, which torch refuses under autocast: write"
+                " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
+            )
+        if self.mode == "16-mixed" and facts.handles_grads:
+            raise NotApplicable(f"{facts.handles_grads[0]} takes gradients that 16-mixed has scaled; use bf16-mixed")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
         notes = [] if is_mixed else [TRUE_NOTES[self.mode]]
@@ -147,7 +152,7 @@ class Amp:
             why += f"; kept in float32, but never called: {', '.join(never)}"
         elif self.keep_fp32:
             why += f", those of {', '.join(self.keep_fp32)} in torch.float32"
-        return Verdict(took=dtype == DTYPES[self.mode], why=why)
+        return Verdict(took=dtype == ("torch.bfloat16" if "bf16" in self.mode else "torch.float16"), why=why)
 
 
 def _allow_tf32(_site: Site | None) -> Applied:

@@ -31,7 +31,6 @@ ORDERS = {
 CARD = Card(
     family="compute",
     does="a fused kernel computes attention and never writes its scores to memory",
-    evidence={"replaced": 0, "switched": 0},
     answers={"attention": 1, "memory_bound": 0, "elementwise": 0, DEVICE: 0},
     follows={"fp32_math": 0, "compute_bound": 0},
     applies=lambda seen: on_gpu(seen) and attends_by_hand(seen),

@@ -44,7 +44,6 @@ def _advise_cuda_graphs(seen: Measurement, on: bool) -> str | None:
 CARD = Card(
     family="compute",
     does="compiling merges elementwise kernels: fewer launches, less traffic",
-    evidence={"graphs": 0},
     answers={
         "memory_bound": 1,
         "memory_bound:convolutions": 3,

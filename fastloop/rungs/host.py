@@ -32,7 +32,6 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="compute",
     does="graphs replay the step's kernels without launching each, and garbage collection runs only at chosen steps",
-    evidence={"replayed_steps": 0, "flat_batches": 0, "gc_passes": 0},
     answers={"launch_bound": 4},
     applies=on_gpu,
     patch=lambda _seen: {"enabled": True, "step_graph": "auto"},

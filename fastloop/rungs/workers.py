@@ -1,7 +1,8 @@
 """Load batches ahead of time, in worker processes.
 
 Faster because  the device no longer waits while Python decodes the next batch.
-Costs           about one copy of the dataset object per worker in host memory; a slower first batch of each epoch.
+Costs           about one copy of the dataset object per worker in host memory; a slower first batch of each epoch;
+                samples see os.environ and global variables as they were when their worker started.
 Don't use when  data_wait is already under 2 % of the step, or the samples are already on the device.
 Evidence        live worker processes behind the loader during the timed window
 Source          https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
@@ -45,7 +46,6 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {loader(seen).get('usable_cpus')} CPUs are usable",
-    evidence={"loader.num_workers": 0},
     answers={"data_wait": 1},
     applies=lambda seen: (
         loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)

@@ -113,7 +113,7 @@ def program(
 def run(
     *arguments: str | Path,
     cwd: Path,
-    limit_s: float = 35,
+    limit_s: float = 120,
     env: Mapping[str, str] | None = None,
     code: str | None = None,
     executed: bool = False,
@@ -124,7 +124,7 @@ def run(
     return Said(process.returncode, (cwd / "out").read_text(), (cwd / "err").read_text())
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = 30, told: Path | None = None) -> Any:
+def wait_for(condition: Callable[[], Any], limit_s: float = 100, told: Path | None = None) -> Any:
     """What the condition gives once it is something.
 
     Args:

@@ -13,7 +13,7 @@ from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
-from fastloop.errors import NotApplicable, let_through
+from fastloop.errors import NotApplicable, describe
 from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
@@ -65,7 +65,6 @@ class TrainLoaders:
         self._keeps_theirs, self._kept = False, False
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
-        self.staging.looks_for_pinned = True
         undo("loaders", self._give_back)
 
     @property
@@ -141,8 +140,7 @@ class TrainLoaders:
         try:
             self._checked = engine.check(self.find_original(loader), say)
         except Exception as error:  # of the user's dataset, of which something unusual is asked
-            let_through(error)
-            return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
+            return describe(error)
         return None
 
     def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fastloop import diagnose
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_facts, read_training
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
@@ -317,7 +317,7 @@ class FastLoop(Callback):
     def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
-        return {**found, "loader": self._loader_seen, "model": read_facts.evidence(trainer)}
+        return {**found, "loader": self._loader_seen, "model": read_training.evidence(trainer)}
 
     def _list_refused(self, trainer: Any) -> dict[str, str]:
         """Feeds that the train loader cannot have, so that diagnosis proposes none of them."""

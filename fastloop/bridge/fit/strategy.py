@@ -136,9 +136,11 @@ def _make_single(space: str) -> type:
 
 
 def register() -> None:
-    """Make `fastloop` and `fastloop_ddp` known by name in every Lightning namespace that is there. Idempotent."""
+    """Make the names `fastloop`, `fastloop_ddp` and `fastloop_fsdp` known in every Lightning namespace. Idempotent."""
     for space, registry in namespaces.found("strategies.StrategyRegistry"):
         if "fastloop" not in registry:
-            ddp = mixed(namespaces.load(space, "strategies.DDPStrategy"))
+            ddp, fsdp = (namespaces.load(space, f"strategies.{name}") for name in ("DDPStrategy", "FSDPStrategy"))
             registry.register("fastloop", _make_single(space), description="one device, rungs switched by FastLoop")
-            registry.register("fastloop_ddp", ddp, description="DDP, rungs switched by FastLoop")
+            registry.register("fastloop_ddp", mixed(ddp), description="DDP, rungs switched by FastLoop")
+            registry.register("fastloop_fsdp", mixed(fsdp), description="FSDP, rungs switched by FastLoop")
+            fsdp.get_registered_strategies().append("fastloop_fsdp")  # so that Lightning refuses it on a CPU, too

@@ -65,9 +65,7 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     _check_dim(softmax)
     result, weights, dropout, after = _follow_weights(softmax)
     steps, before = _trace_back(_argument(softmax, 0, "input"))
-    product = before[-1] if before else None
-    if product is None:
-        raise NoMatch("its softmax input is not a product of queries and keys")
+    product = before[-1]
     found = _read_products(product, result, weights)
     found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
     _check_types(product, found)
@@ -114,8 +112,8 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
 # -- back to the product ------------------------------------------------------------------------------------------
 
 
-def _trace_back(node: Any) -> tuple[list[tuple[str, Node, Any]], list[Node]]:
-    """What is done to the scores, first things first, as (what, node, by); and the nodes, back to the product.
+def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
+    """What is done to the scores, first things first, as (what, by); and the nodes, back to the product.
 
     Raises:
         NoMatch: nothing leads to a product, or a value on the way is used elsewhere.
@@ -127,7 +125,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Node, Any]], list[Node]]:
     name = name_of(node) or ""
     if name in PRODUCTS:
         by = (_argument(node, 0, "input"), _argument(node, 3, "beta", 1)) if name == "baddbmm" else None
-        steps = [] if by is None else [("scale", node, _argument(node, 4, "alpha", 1)), ("baddbmm", node, by)]
+        steps = [] if by is None else [("scale", _argument(node, 4, "alpha", 1)), ("baddbmm", by)]
         return steps, [node]
     problem = NoMatch(f"its scores go through {name or node.op}")
     for what, inner, by in _read_step(name, node):
@@ -136,7 +134,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Node, Any]], list[Node]]:
         except NoMatch as error:
             problem = error if problem.args[0].startswith("its scores go through") else problem
             continue
-        return [*steps, (what, node, by)], [node, *nodes]
+        return [*steps, (what, by)], [node, *nodes]
     raise problem
 
 
@@ -165,10 +163,10 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
     return []
 
 
-def _read_steps(steps: list[tuple[str, Node, Any]], found: Found, constants: Constants) -> None:
+def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants) -> None:
     """Put what is done to the scores, in its order, into the terms of one call."""
     fills = list[float]()
-    for what, _node, by in steps:
+    for what, by in steps:
         number = _read_number(by, constants)
         if what == "baddbmm":
             added, beta = by
@@ -349,13 +347,8 @@ def _parse_einsum(node: Node) -> tuple[tuple[str, str], str, list[Node]]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     parts = str(equation).replace(" ", "").replace("->", ",").split(",")
-    if (
-        not isinstance(equation, str)
-        or len(operands) != 2
-        or len(parts) != 3
-        or "." in equation
-        or "->" not in equation
-    ):
+    plain = isinstance(equation, str) and "." not in equation and "->" in equation
+    if not plain or len(operands) != 2 or len(parts) != 3:
         raise NoMatch("its einsum is not a product of two tensors")
     if any(len(set(part)) != len(part) for part in parts):
         raise NoMatch("its einsum takes a diagonal")

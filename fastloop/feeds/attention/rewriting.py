@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from fastloop.feeds.attention.changes import name_of
 from fastloop.feeds.attention.constants import Constants
 from fastloop.feeds.attention.matching import Found, NoMatch, find_attention
-from fastloop.feeds.compiled_calls import MAY_TAKE, TAKEN
+from fastloop.feeds.compiled_calls import COMPILES, MAY_TAKE, TAKEN
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 UNSQUEEZES: dict[int, list[int]] = {4: [], 3: [1], 2: [0, 0]}
@@ -40,6 +40,9 @@ class ReplaceAttention:
         for node in [each for each in graph.graph.nodes if name_of(each) == "softmax"]:
             constants, before = Constants(graph, kept), set(graph.graph.nodes)
             try:
+                if graph.meta.get(COMPILES) and node.meta["example_value"].dtype == torch.float64:
+                    # Inductor takes what the kernel on a CPU saves for its backward for float32 (seen in torch 2.11).
+                    raise NoMatch("it computes in float64, for which a compiled graph has no fused kernel")
                 found = find_attention(node, constants)
             except NoMatch as reason:
                 self.missed.append(str(reason))

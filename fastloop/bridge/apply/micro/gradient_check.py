@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.apply.site import attribute
