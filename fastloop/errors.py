@@ -78,6 +78,13 @@ def let_through(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
+def describe(error: Exception) -> str:
+    """One line for a person: the reason itself where a rung gave one. Raises what `let_through` does."""
+    let_through(error)
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text}"
+
+
 def _came_by_signal(error: BaseException) -> bool:
     """Whether a frame of its traceback was called as handlers are: with a number and the frame that it interrupted."""
     outer = error.__traceback__

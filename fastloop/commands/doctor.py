@@ -62,10 +62,14 @@ class Check:
 
 
 def doctor(*, comm: bool) -> Answer:
-    """Run all checks: one line each, and how to fix what is wrong."""
+    """Run all checks: what is wrong first, then one line each, and how to fix what is wrong."""
     checks = check(comm=comm)
     lines = [f"{one.status:<5} {one.name}: {one.found}" + (f"\n      do  {one.do}" if one.do else "") for one in checks]
-    return Answer(text="\n".join(lines), json={**as_json(checks), "run_dir": None}, exit_code=exit_code(checks))
+    return Answer(
+        text="\n".join([f"fastloop {conclude(checks)}", *lines]),
+        json={**as_json(checks), "run_dir": None},
+        exit_code=exit_code(checks),
+    )
 
 
 def check(comm: bool = False) -> tuple[Check, ...]:
@@ -85,6 +89,21 @@ def check(comm: bool = False) -> tuple[Check, ...]:
     if comm:
         checks.append(_comm_check(probe))
     return tuple(checks)
+
+
+def conclude(checks: Sequence[Check]) -> str:
+    """Whether anything is wrong with this machine for training, and what: faults before warnings."""
+    wrong = {word: [one for one in checks if one.status == word] for word in ("fail", "warn")}
+    named = [f"{one.name}: {one.found}" for found in wrong.values() for one in found]
+    if not named:
+        only = ", on its CPUs only: no GPU" if any(one.name == "GPU" for one in checks) else ""
+        return f"NOTHING WRONG   this machine can train{only}"
+    counts = [
+        f"{len(found)} {word}{'' if len(found) == 1 else 'S'}"
+        for word, found in zip(("FAULT", "WARNING"), wrong.values(), strict=True)
+        if found
+    ]
+    return f"{', '.join(counts)}   {'; '.join(named)}"
 
 
 def as_json(checks: Sequence[Check]) -> dict[str, Any]:

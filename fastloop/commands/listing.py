@@ -38,7 +38,7 @@ def list_rungs(name: str | None) -> Answer:
         rows = {rung: manual(rung).partition("\n")[0] for rung in ladder}
         content = [{"name": rung, "summary": line} for rung, line in rows.items()]
         return Answer(
-            text="\n".join(f"{rung:<9} {line}" for rung, line in rows.items()),
+            text="\n".join(f"{rung:<10} {line}" for rung, line in rows.items()),
             json={"schema": store.SCHEMA, "run_dir": None, "rungs": content},
         )
     if name not in ladder:

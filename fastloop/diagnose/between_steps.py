@@ -84,7 +84,7 @@ def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
     most = f"that may be most of {' and '.join(names)}, so no per-step cost is named; " if names else ""
     return (
         f"{steps} of {seen.steps} steps took so long that this makes {step.format_ms(step.pauses_ms)}{usual}: {most}"
-        "no rung helps: run longer, so that single pauses weigh less"
+        "no rung helps with this: run longer, so that single pauses weigh less"
     )
 
 

@@ -77,7 +77,7 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     works = "is the limit" if step.is_limit else "is at work"
     facts = _join_words(f"the GPU {works} for {cost.time}", _describe_rate(seen), _describe_counters(seen))
     if culprit is None:
-        advice = f"no rung helps: {ASK_A_TRACE}"
+        advice = f"no rung helps with this: {ASK_A_TRACE}"
         return cost.explain(facts, Remedy(None, advice), title="BUSY, NOT FAST")
     title = f"BUSY, NOT FAST: {culprit.cause.replace('_', ' ').upper()}"
     remedy = rungs.choose(seen, culprit.cause, culprit.instead)

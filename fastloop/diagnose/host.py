@@ -32,7 +32,7 @@ def find_sync(step: Attribution, _rungs: Rungs) -> Finding | None:
     if not step.on_gpu:
         if not lines:
             return None
-        why = f"costs nothing on the CPU, but with a GPU the host would wait at {lines[0]}; no rung helps: "
+        why = f"costs nothing on the CPU, but with a GPU the host would wait at {lines[0]}; no rung helps with this: "
         return Finding(
             bottleneck="sync",
             share_pct=None,
@@ -51,7 +51,7 @@ def find_sync(step: Attribution, _rungs: Rungs) -> Finding | None:
         if instead
         else "read values from the device only every N steps; fastloop diagnose --syncs names the lines"
     )
-    remedy = Remedy(None, f"{f'at {lines[0]}; ' if lines else ''}no rung helps: {advice}")
+    remedy = Remedy(None, f"{f'at {lines[0]}; ' if lines else ''}no rung helps with this: {advice}")
     return cost.explain(facts, remedy, detail=lines)
 
 
@@ -120,18 +120,21 @@ def find_callbacks_logging(step: Attribution, _rungs: Rungs) -> Finding | None:
     culprits = ", ".join(f"{name} {ms:.2f} ms" for ms, name in slow if ms)
     slowest = f" (slowest: {culprits})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
-    title, advice = "", "no rung helps: do this only every N steps (log_every_n_steps, a callback's own interval)"
+    title, advice = (
+        "",
+        "no rung helps with this: run them every N steps (log_every_n_steps, a callback's own interval)",
+    )
     if _is_mostly(hooks, TRANSFER_HOOKS):
         title = "HELD UP BY A TRANSFER HOOK"
         advice = (
-            "most of it is your batch transfer hook; no rung helps: move that work into the dataset or collate"
-            " function, where workers do it ahead of time, or onto the GPU"
+            "most of it is your batch transfer hook; no rung helps with this: move that work into the dataset or"
+            " collate function, where workers do it ahead of time, or onto the GPU"
         )
     elif _is_mostly(hooks, SCHEDULER):
         title = "HELD UP BY THE LR SCHEDULER"
         advice = (
-            "most of it is the step of your learning rate scheduler; no rung helps: make it cheaper, or let it"
-            ' step each epoch ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"),'
+            "most of it is the step of your learning rate scheduler; no rung helps with this: make it cheaper, or let"
+            ' it step each epoch ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"),'
             " which changes its schedule"
         )
     return cost.explain(facts, Remedy(None, advice), title=title)
@@ -169,7 +172,7 @@ def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
         ),
     )
     facts = "; ".join(words for ms, words, _ in costs if ms >= WORTH_SAYING * (off + loop))
-    return cost.explain(facts, Remedy(None, f"no rung helps: {max(costs)[2]}"))
+    return cost.explain(facts, Remedy(None, f"no rung helps with this: {max(costs)[2]}"))
 
 
 def _describe_passes(step: Attribution) -> str:

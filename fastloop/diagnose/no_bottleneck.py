@@ -1,7 +1,8 @@
-"""The report where no bottleneck is named: too few steps, nothing to gain, or something unknown."""
+"""The report where no bottleneck is named: a fit that died, too few steps, nothing to gain, or something unknown."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from fastloop.diagnose.attribution import COMPUTE, STARVED_SHARE, WORTH_NAMING_PCT, Attribution
@@ -28,6 +29,15 @@ def explain_no_step(seen: Measurement) -> Finding:
         return _make_none("NOT MEASURED", f"nothing was measured in {ran}: {'; '.join(seen.state)}")
     warmup = f"{ran} ran and the first {seen.warmup_steps} are warm-up; train longer or lower watch.warmup_steps"
     return _make_none("TOO SHORT TO JUDGE", f"too short to judge: {warmup if steps else 'no step was trained'}")
+
+
+def explain_death(seen: Measurement) -> Finding | None:
+    """The finding for a fit that died; None where it did not."""
+    if seen.died_of is None:
+        return None
+    steps = "in its first step" if not seen.total_steps else f"after {seen.total_steps:,d} steps"
+    why = f"the fit died {steps} of {seen.died_of.rstrip('.')}; the figures are of the steps before, and no rung helps with this"
+    return dataclasses.replace(_make_none("DIED", why), alarm=seen.died_of)
 
 
 def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:

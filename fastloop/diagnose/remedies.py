@@ -1,22 +1,20 @@
 """What can be switched on: rungs that are off, apply to what was measured, and are not there already.
 
-A rung that is on is never proposed. If it is on without an effect, the finding says so.
+A rung that is on is never proposed. If it is on without an effect, the finding says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastloop.records.card import DEVICE, Cards
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, Verdict
 
-NO_EFFECT = {
-    False: "is on but had no effect (its verdict says why)",
-    None: "is on, but nothing shows that it had an effect",
-}
+NO_RUNG = "no rung helps with this"
+"""Of one finding: another may propose one."""
 BEFORE_THE_DEVICE = ("data_wait", "h2d", "callbacks_logging", "sync", "host_other")
 
 
@@ -33,6 +31,8 @@ class Rungs:
 
     cards: Cards
     enabled: tuple[str, ...] = ()
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    """By rung; one without a verdict counts as in effect."""
 
     def choose(self, seen: Measurement, cause: str, instead: str, *, together: bool = False) -> Remedy:
         """Choose the first rung against this cause that is off and applies, or with `together` all of them.
@@ -45,9 +45,17 @@ class Rungs:
             words = [card.does if isinstance(card.does, str) else card.does(seen) for card in chosen.values()]
             return Remedy({"rungs": {rung: card.patch(seen) for rung, card in chosen.items()}}, "; ".join(words))
         on = [rung for rung in rungs if rung in self.enabled]
-        idle = [f"{rung} {NO_EFFECT[took]}" for rung in on if not (took := self.took_effect(seen, rung))]
-        helps = "no further rung helps" if on and not idle else "no rung helps"
+        idle = list(filter(None, map(self._explain_idle, on)))
+        helps = NO_RUNG.replace("no rung", "no further rung") if on and not idle else NO_RUNG
         return Remedy(None, f"{helps}: {'; '.join([*idle, self.advise(seen, cause) or instead])}")
+
+    def _explain_idle(self, rung: str) -> str | None:
+        """Why a rung that is on had no effect, by its verdict; None where it had one."""
+        verdict = self.verdicts.get(rung)
+        if verdict is None or verdict.took:
+            return None
+        state = "is on but had no effect" if verdict.took is False else "is on, but whether it had an effect is unknown"
+        return f"{rung} {state} ({verdict.why})"
 
     def advise(self, seen: Measurement, cause: str) -> str | None:
         """Advice of a rung's card about this cause, for where no rung helps."""
@@ -79,15 +87,6 @@ class Rungs:
         """
         refused = seen.evidence.get("refused") or {}
         return rung not in self.enabled and rung not in refused and self.cards[rung].applies(seen)
-
-    def took_effect(self, seen: Measurement, rung: str) -> bool | None:
-        """Whether an enabled rung left evidence of an effect; None: unknown."""
-        for key, no_effect in self.cards[rung].evidence.items():
-            owner, _, name = key.rpartition(".")
-            value = (seen.evidence.get(owner or rung) or {}).get(name)
-            if value is not None:
-                return bool(value != no_effect)
-        return None
 
 
 def next_steps(

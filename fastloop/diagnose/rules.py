@@ -38,7 +38,8 @@ def findings(
 ) -> tuple[Finding, ...]:
     """Bottlenecks in order of their share of the step, each with its headline; `none` where there is nothing to name.
 
-    Before them stands what raises an alarm: compiles that go on, a rung with which the run is slower than without.
+    Before them stands what raises an alarm: a fit that died, against which no patch is proposed; compiles that go on, a
+    rung with which the run is slower than without.
     After them stands memory that creeps, which costs no time until it is gone.
 
     Args:
@@ -49,9 +50,11 @@ def findings(
         verdicts: whether they took, and what they did in a rehearsal.
     """
     step = attribute(seen)
-    rungs = Rungs(cards=cards, enabled=enabled)
+    rungs = Rungs(cards=cards, enabled=enabled, verdicts={verdict.rung: verdict for verdict in verdicts})
     found = [no_bottleneck.explain_no_step(seen)] if step is None else _apply_rules(step, rungs)
     alarms = [*filter(None, (one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))]
+    if (death := no_bottleneck.explain_death(seen)) is not None:
+        alarms, found = [death], [dataclasses.replace(each, patch=None, alarm="") for each in (*alarms, *found)]
     found = [*alarms, *(each for each in found if not alarms or each.bottleneck != "none")]
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *seen.state))
     creep = memory.find_memory_creep(seen)

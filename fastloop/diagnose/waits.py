@@ -117,7 +117,9 @@ def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:
         instead = "send fewer bytes: integers instead of floats, converted on the device"
         remedy = rungs.choose(seen, "h2d", instead, together=True)
     else:
-        remedy = Remedy(None, "no rung helps: there is no copy to hide here; check your transfer_batch_to_device")
+        remedy = Remedy(
+            None, "no rung helps with this: there is no copy to hide here; check your transfer_batch_to_device"
+        )
     return cost.explain(f"moving batches to the {step.device} took {cost.time}", remedy)
 
 
@@ -158,5 +160,5 @@ def find_straggler(step: Attribution, _rungs: Rungs) -> Finding | None:
         f"{ranks - 1} of {ranks} ranks wait for rank {slow.rank} on {slow.host} for {cost.time}: its"
         f" {slow.part} takes {slow.part_ms:.1f} ms, theirs {slow.others_part_ms:.1f}"
     )
-    advice = f"no rung helps: check that machine and what rank {slow.rank} does in {slow.part}"
+    advice = f"no rung helps with this: check that machine and what rank {slow.rank} does in {slow.part}"
     return cost.explain(facts, Remedy(None, advice), title=f"WAITING FOR RANK {slow.rank}")

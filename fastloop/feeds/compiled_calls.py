@@ -21,8 +21,9 @@ from fastloop.records.plan import Undo
 GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 """Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
 ``meta["example_value"]``; calls that the pass adds get theirs afterwards. What it reads the numbers of, it adds to
-the graph's ``meta[TAKEN]``: tensors out of ``meta[MAY_TAKE]``, by their ids. New graphs follow where these change."""
-MAY_TAKE, TAKEN = "fastloop_may_take", "fastloop_taken"
+the graph's ``meta[TAKEN]``: tensors out of ``meta[MAY_TAKE]``, by their ids. New graphs follow where these change.
+``meta[COMPILES]``: whether Inductor takes the graph."""
+MAY_TAKE, TAKEN, COMPILES = "fastloop_may_take", "fastloop_taken", "fastloop_compiles"
 
 MOST_KINDS = 6
 """Of calls of one module: by types of the arguments, and by what wants a gradient."""
@@ -191,11 +192,7 @@ class CompiledCall:
             holder, name = self._holders.get(way, (tensors, way))
             if (now := holder.get(name)) is None:  # then no graph that holds it fits this call
                 continue
-            seen = self._seen.get(way)
-            try:
-                version = now._version
-            except RuntimeError:  # one that was made in inference mode does not count
-                version = -1
+            seen, version = self._seen.get(way), _count_changes([now])
             if seen is not None and seen[0] is now and seen[1] == version and seen[2] == now.data_ptr():
                 continue
             if now.dtype != copy.dtype or now.device != copy.device or not torch.equal(now, copy):
@@ -292,7 +289,7 @@ class _Passing:
     frozen: Frozen
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}}
+        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}, COMPILES: self.mode != "eager"}
         for each in self.passes:
             graph = each(graph)
             _add_values(graph.graph)

@@ -84,7 +84,7 @@ def plan_regrouping(
         wants["step.whole_batches"] = norms
         notes.append(
             "auto: the first step tries on its own samples which micro-batch is the fastest, and keeps yours where it"
-            " is; longer samples later on take more memory"
+            " is; longer samples later on are tried before they count, and take a smaller one if that does not fit"
         )
     elif size is not None and not merges and not (idle_is_fine and micro >= size):
         _check_size(size, micro)

@@ -118,17 +118,13 @@ class Tunable:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a rung is good for, when it applies, and what shows that it took. The first five fields make a rung."""
+    """What a rung is good for, and when it applies. The first four fields make a rung."""
 
     # what diagnosis proposes
     family: Family
     does: str | Callable[[Measurement], str]
     """Why it helps, in one clause for a finding: "one fused kernel updates all parameters". A function where figures of
     what was measured say more."""
-    evidence: Mapping[str, object]
-    """Keys of its evidence, the most telling first, each with the value that means no effect: the first one known says
-    whether it had one. ``loader.num_workers`` is what stands under another name than the rung's. The judge is the
-    rung's own ``verify``; this is for a hint."""
     answers: Mapping[str, int] = field(default_factory=dict)
     """Causes that it addresses (a finding's bottleneck, a culprit among the kernels, or `DEVICE`), each with its place
     among the rungs that do: 1 is tried first."""

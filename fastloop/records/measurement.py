@@ -143,6 +143,8 @@ class Measurement:
     """As Lightning names it."""
     partial: bool = False
     """The fit ended by an exception or an interrupt."""
+    died_of: str | None = None
+    """The exception that ended it, with the first line of its text; None where it was interrupted or ended well."""
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

@@ -57,7 +57,6 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="fill",
     does="larger micro-batches at the same global batch launch fewer and larger kernels",
-    evidence={"changed_steps": 0},
     answers={"launch_bound": 1, "tiny_step": 1, "small_kernels": 1, DEVICE: 4},
     follows={"memory_bound": 5, "fp32_math": 5, "compute_bound": 4},
     applies=lambda seen: micro_batches(seen) > 1,

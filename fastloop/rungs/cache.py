@@ -29,7 +29,6 @@ LEAST_SHARE = 0.5
 CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
-    evidence={"hits": 0, "device_batches": 0},
     answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1},
     applies=lambda seen: loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
     # Where trials end within an epoch, nothing comes again.

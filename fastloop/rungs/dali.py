@@ -41,7 +41,6 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="feed",
     does="DALI decodes image files outside of Python, and only the part of each that is used",
-    evidence={"images": 0},
     answers={"data_wait": 2, "decoding": 1, "mostly_decoding": 2},
     applies=lambda seen: loader(seen).get("decode_ms") is not None,
     variants=_variants,

@@ -28,7 +28,6 @@ USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": 
 CARD = Card(
     family="compute",
     does="one fused kernel updates all parameters",
-    evidence={"fused_groups": 0},
     answers={"optimizer": 1, "launch_bound": 3},
     follows={"memory_bound": 4, "fp32_math": 4, "compute_bound": 3},
     applies=lambda seen: on_gpu(seen) and not already(seen, "fused"),

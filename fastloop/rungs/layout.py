@@ -24,7 +24,6 @@ from fastloop.records.readings import already, convolves, on_gpu
 CARD = Card(
     family="compute",
     does="channels_last avoids transposes around convolutions",
-    evidence={"channels_last_convs": 0},
     answers={"memory_bound:convolutions": 2, DEVICE: 2},
     follows={"memory_bound": 2, "fp32_math": 2, "compute_bound": 2},
     applies=lambda seen: on_gpu(seen) and convolves(seen) and not already(seen, "channels_last"),
@@ -43,6 +42,8 @@ class Layout:
         """Ask for channels_last weights and inputs where there are 2-D convolutions."""
         if not facts.convs:
             raise NotApplicable("the model has no 2-D convolution")
+        if not facts.plain_gradients:
+            raise NotApplicable(f"{facts.strategy} stores weights in an order of its own")
         if views := (*facts.views, *(facts.inner_views if facts.is_ddp else ())):  # the rest is rehearsed
             raise NotApplicable(
                 f"{views[0]} calls view, which raises where pictures are stored so; write reshape or flatten"

@@ -28,7 +28,6 @@ GIL = "threads take turns where they run Python code: this pays where libraries 
 CARD = Card(
     family="feed",
     does="threads of this process read and decode, and no batch is sent between processes",
-    evidence={"threads": 0},
     applies=lambda seen: (
         loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
     ),

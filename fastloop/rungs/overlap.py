@@ -26,7 +26,6 @@ FIRST_BUCKET_BYTES = 2**20
 CARD = Card(
     family="sync",
     does="the rung's bucket settings can hide more of the exchange behind the backward",
-    evidence={"gradient_as_bucket_view": False, "bucket_cap_mb": 0},
     answers={"comm_exposed": 1},
     advice={
         "comm_exposed": "try rungs.overlap.comm_hook: bf16, which wins on slow links and loses on fast ones, or"

@@ -21,7 +21,6 @@ from fastloop.records.readings import loader, on_gpu
 CARD = Card(
     family="feed",
     does="pinned memory lets the copy engine read it directly",
-    evidence={"pinned_tensors": 0},
     answers={"h2d": 1},
     follows={"data_wait": 3},
     applies=lambda seen: (

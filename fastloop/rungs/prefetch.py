@@ -28,7 +28,6 @@ AHEAD = 2
 CARD = Card(
     family="feed",
     does="prefetch copies the next batches while the step runs",
-    evidence={"ahead_batches": 0},
     answers={"h2d": 2},
     follows={"data_wait": 2},
     applies=on_gpu,

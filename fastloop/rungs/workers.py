@@ -46,7 +46,6 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {loader(seen).get('usable_cpus')} CPUs are usable",
-    evidence={"loader.num_workers": 0},
     answers={"data_wait": 1},
     applies=lambda seen: (
         loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)

@@ -32,7 +32,7 @@ OF_ANOTHER_RUN = (
 def python(
     *arguments: str | Path,
     cwd: Path,
-    limit_s: float = 90,
+    limit_s: float = 200,
     env: Mapping[str, str] | None = None,
     executed: bool = False,
 ) -> str:

@@ -346,3 +346,13 @@ def test_doctor_runs_on_this_machine_and_prints_nothing(capfd: pytest.CaptureFix
     checks = doctor.check()
     assert {"python", "torch", "CPUs", "memory"} <= {one.name for one in checks}
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_verdict_comes_first() -> None:
+    def conclude(*statuses: str, name: str = "memory") -> str:
+        return doctor.conclude([Check(name=name, status=each, found=f"{each}!") for each in statuses])  # type: ignore[arg-type]
+
+    assert conclude("ok", "info") == "NOTHING WRONG   this machine can train"
+    assert conclude("info", name="GPU") == "NOTHING WRONG   this machine can train, on its CPUs only: no GPU"
+    assert conclude("warn", "ok") == "1 WARNING   memory: warn!"
+    assert conclude("warn", "fail", "warn") == "1 FAULT, 2 WARNINGS   memory: fail!; memory: warn!; memory: warn!"

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from fastloop.commands import torch_probe
+from fastloop.experiments.trials import supervise
 
 HANG = "import time; time.sleep(60)"
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
+def gone(pid: int, within_s: float = 100.0) -> bool:
     """Whether the process ends in time; a zombie that nobody has reaped yet counts as ended."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -26,7 +27,7 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
 
 
 def written_pid(path: Path) -> int:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 100
     while time.monotonic() < end:
         if path.exists() and path.read_text():
             return int(path.read_text())
@@ -58,13 +59,15 @@ def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_noise_before_the_answer_is_no_trouble() -> None:
-    assert torch_probe._answer_of_child("print('warning'); print('{\"a\": 1}')", limit_s=10) == {"a": 1}
+    assert torch_probe._answer_of_child("print('warning'); print('{\"a\": 1}')", limit_s=100) == {"a": 1}
 
 
 def test_nothing_outlives_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child's own children too, though they hold its pipes open."""
     pid_file = tmp_path / "pid"
-    monkeypatch.setattr(torch_probe, "TORCH_LIMIT_S", 3)
+    monkeypatch.setattr(torch_probe, "TORCH_LIMIT_S", 1)
+    wait = supervise._wait
+    monkeypatch.setattr(supervise, "_wait", lambda *given: written_pid(pid_file) and wait(*given))
     monkeypatch.setattr(
         torch_probe,
         "TORCH_QUESTION",
@@ -74,8 +77,8 @@ def test_nothing_outlives_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     start = time.monotonic()
     trouble = torch_probe.torch_probe().trouble
-    assert time.monotonic() - start < 10
-    assert trouble == "no answer within 3 s: still loading"
+    assert time.monotonic() - start < 50
+    assert trouble == "no answer within 1 s: still loading"
     assert gone(written_pid(pid_file))
 
 
@@ -88,7 +91,7 @@ open({str(pid_file)!r}, "w").write(str(subprocess.Popen([sys.executable, "-c", {
 sys.exit("gave up")
 """
     with pytest.raises(torch_probe.NoAnswer, match="gave up"):
-        torch_probe._answer_of_child(code, limit_s=10)
+        torch_probe._answer_of_child(code, limit_s=100)
     assert gone(written_pid(pid_file))
 
 
@@ -100,14 +103,14 @@ def test_a_child_whose_parent_was_killed_ends_by_itself(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            f"from fastloop.commands import torch_probe; torch_probe._answer_of_child({child!r}, limit_s=4)",
+            f"from fastloop.commands import torch_probe; torch_probe._answer_of_child({child!r}, limit_s=100)",
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     pid = written_pid(pid_file)
     parent.kill()
     parent.wait()
-    assert gone(pid, within_s=10)
+    assert gone(pid)
 
 
 def test_two_processes_exchange_over_gloo() -> None:

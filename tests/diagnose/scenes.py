@@ -11,7 +11,7 @@ from typing import Any
 from fastloop import diagnose
 from fastloop.ladder import cards
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, Verdict
 
 NO_WORKERS = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 16}
 H200 = {
@@ -24,9 +24,11 @@ H200 = {
 BF16 = {**H200, "dtype": "bf16", "dtype_tflop_per_s": 989.0}
 
 
-def findings(seen: Measurement, enabled: tuple[str, ...] = ()) -> tuple[Finding, ...]:
+def findings(
+    seen: Measurement, enabled: tuple[str, ...] = (), verdicts: tuple[Verdict, ...] = ()
+) -> tuple[Finding, ...]:
     """What diagnosis finds with the rungs of the ladder."""
-    return diagnose.findings(seen, cards(), enabled)
+    return diagnose.findings(seen, cards(), enabled, verdicts)
 
 
 def scene(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.records.plan import Verdict
 from tests.diagnose.scenes import findings, gpt2_tuned, on_cpu, ranks, resnet50_naive, scene, with_trace
 
 
@@ -104,10 +105,10 @@ def test_a_slow_link_may_cost_little_of_a_starved_step() -> None:
 
 
 def test_a_rung_that_is_on_is_not_proposed() -> None:
-    (finding,) = findings(two(ceilings=SLOW_LINK), ("overlap",))
-    assert finding.patch is None and "overlap is on, but nothing shows that it had an effect" in finding.why
-    took = {"overlap": {"gradient_as_bucket_view": True}}
-    (finding,) = findings(two(ceilings=SLOW_LINK, evidence=took), ("overlap",))
+    idle, took = (Verdict(rung="overlap", took=took, why="it is FSDP") for took in (False, True))
+    (finding,) = findings(two(ceilings=SLOW_LINK), ("overlap",), (idle,))
+    assert finding.patch is None and "overlap is on but had no effect (it is FSDP)" in finding.why
+    (finding,) = findings(two(ceilings=SLOW_LINK), ("overlap",), (took,))
     assert "overlap is on" not in finding.why and "comm_hook: bf16" in finding.why
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fastloop.diagnose import WORTH_NAMING_PCT
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, Verdict
 from tests.diagnose.scenes import findings, resnet50_naive, scene
 
 MAP = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 8}
@@ -29,7 +29,9 @@ def only(
         evidence={**({} if loader is None else {"loader": loader}), **({"cpu": {"crowded": True}} if crowded else {})},
         **seen,
     )
-    (finding,) = findings(measurement, enabled)
+    idle = loader is not None and loader["num_workers"] == 0
+    why = Verdict(rung="workers", took=not idle, why="epochs of 4 batches are too short")
+    (finding,) = findings(measurement, enabled, (why,))
     return finding
 
 
@@ -42,51 +44,52 @@ def only(
             MAP,
             ("workers",),
             None,
-            "no rung helps: workers is on but had no effect (its verdict says why); make samples and batches cheaper",
+            "no rung helps with this: workers is on but had no effect (epochs of 4 batches are too short); make samples"
+            " and batches cheaper",
         ),
         (
             {**MAP, "map_style": False},
             (),
             None,
-            "no rung helps: an iterable dataset must be sharded in your code before it can have workers",
+            "no rung helps with this: an iterable dataset must be sharded in your code before it can have workers",
         ),
         (
             {**MAP, "num_workers": None},
             (),
             None,
-            "no rung helps: this loader is not a DataLoader; prepare its batches ahead of time",
+            "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time",
         ),
         (
             {**MAP, "num_workers": 6},
             (),
             None,
-            "no rung helps: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
+            "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
         ),
         (
             {**MAP, "num_workers": 6},
             ("workers",),
             None,
-            "no further rung helps: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
+            "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
         ),
         (
             {**MAP, "num_workers": 2},
             (),
             None,
-            "no rung helps: num_workers=2 and 8 CPUs are usable: set num_workers=7 in your loader",
+            "no rung helps with this: num_workers=2 and 8 CPUs are usable: set num_workers=7 in your loader",
         ),
         (
             {**MAP, "num_workers": 2},
             ("workers",),
             None,
-            "no further rung helps: num_workers=2 and 8 CPUs are usable: write rungs.workers.count: 7",
+            "no further rung helps with this: num_workers=2 and 8 CPUs are usable: write rungs.workers.count: 7",
         ),
         (
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,
-            "no rung helps: num_workers=8 on None CPUs is not enough; make samples and batches cheaper",
+            "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper",
         ),
-        (None, (), None, "no rung helps: this loader is not a DataLoader; prepare its batches ahead of time"),
+        (None, (), None, "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],
 )
 def test_data_wait_and_what_to_do(loader: Any, enabled: tuple[str, ...], patch: Any, advice: str) -> None:
@@ -147,7 +150,7 @@ def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[
     assert finding.bottleneck == "data_wait" and finding.share_pct is not None, "it is named all the same"
     assert (finding.patch is not None) is advised
     assert (
-        "no rung helps: a batch takes 0." in finding.why and "taking it from a worker" in finding.why
+        "no rung helps with this: a batch takes 0." in finding.why and "taking it from a worker" in finding.why
     ) is not advised
     assert "num_workers=6 on 8 CPUs" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
 
@@ -255,7 +258,7 @@ def test_copies(enabled: tuple[str, ...], loader: dict[str, Any], rungs: list[st
     assert finding.bottleneck == "h2d" and finding.share_pct == pytest.approx(40)
     assert finding.why.startswith("moving batches to the GPU took 40.0 of 100.0 ms a step")
     assert (None if finding.patch is None else list(finding.patch["rungs"])) == rungs
-    assert ("no rung helps" in finding.why) is (rungs is None)
+    assert ("no further rung helps" in finding.why) is (rungs is None)
 
 
 def test_copies_are_the_gap_between_replayed_and_resident() -> None:

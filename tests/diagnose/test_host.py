@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.records.plan import Verdict
 from tests.diagnose.scenes import cifar10_launches, findings, gpt2_naive, on_cpu, scene, with_trace
 
 ITEM = {"where": "train.py:40", "what": ".item()", "per_step": 1.0, "ms_per_step": 2.0, "instead": "log it detached"}
@@ -95,10 +96,12 @@ def test_what_helps_against_launches(change: dict[str, Any], enabled: tuple[str,
 
 def test_a_rung_that_did_not_take_is_said_to_be_on() -> None:
     enabled = ("compile", "fused", "host")
-    (finding,) = findings(cifar10_launches(evidence={"compile": {"graphs": 0}}), enabled)
-    assert "compile is on but had no effect" in finding.why and "fused is on, but nothing shows" in finding.why
-    took = {"compile": {"graphs": 2, "failures": []}, "fused": {"fused_groups": 1}, "host": {"replayed_steps": 9}}
-    (finding,) = findings(cifar10_launches(evidence=took), enabled)
+    verdicts = (Verdict(rung="compile", took=False, why="0 graphs"), Verdict(rung="fused", took=None, why="no step"))
+    (finding,) = findings(cifar10_launches(), enabled, verdicts)
+    assert "compile is on but had no effect (0 graphs)" in finding.why
+    assert "fused is on, but whether it had an effect is unknown (no step)" in finding.why
+    verdicts = tuple(Verdict(rung=rung, took=True, why="x") for rung in enabled)
+    (finding,) = findings(cifar10_launches(), enabled, verdicts)
     assert "is on but" not in finding.why and "is on, but" not in finding.why
 
 

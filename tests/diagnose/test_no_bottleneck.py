@@ -8,7 +8,7 @@ import pytest
 
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
-from tests.diagnose.scenes import findings, gpt2_tuned, on_cpu, scene, with_trace
+from tests.diagnose.scenes import findings, gpt2_tuned, on_cpu, resnet50_naive, scene, with_trace
 
 
 @pytest.mark.parametrize(
@@ -138,3 +138,14 @@ def test_a_gpu_that_was_idle_for_no_reason_seen_is_not_called_busy() -> None:
     assert findings(busy)[0].title == "BUSY, NOT FAST: ELEMENTWISE", "the control"
     (finding,) = findings(gpt2_tuned(validation=20.0, gpu={"gr_active_pct": 50.0}))
     assert finding.bottleneck == "validation" and "the GPU was idle for another" in finding.detail[0]
+
+
+def test_a_fit_that_died_says_so_first_and_proposes_no_rung() -> None:
+    killed = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."
+    first, *others = findings(resnet50_naive(partial=True, died_of=killed))
+    assert first.title == "DIED" and first.alarm == killed and first.patch is None
+    assert first.why.startswith(f"the fit died after 220 steps of {killed[:-1]}; the figures are of the steps before")
+    alive = findings(resnet50_naive(partial=True))
+    assert alive[0].bottleneck == "data_wait" and alive[0].patch is not None, "it was interrupted"
+    assert [finding.bottleneck for finding in others] == [finding.bottleneck for finding in alive]
+    assert [finding for finding in others if finding.patch] == []

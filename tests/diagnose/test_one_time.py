@@ -33,7 +33,7 @@ def test_a_run_that_compiles_all_the_time_is_told_so_first() -> None:
     assert finding.title == "COMPILING AGAIN AND AGAIN" and finding.bottleneck == "host_other"
     assert finding.alarm == f"compile ran 37 times, 98 s of this run's 122 s ({REASON})"
     assert finding.why.startswith(
-        "compile ran 37 times, 98 s of this run's 122 s, in 31 of 220 steps; no rung helps: mark"
+        "compile ran 37 times, 98 s of this run's 122 s, in 31 of 220 steps; no rung helps with this: mark"
     )
     assert finding.share_pct is None, "all of it came before the window"
     assert [each.bottleneck for each in findings(seen)[1:]] == [each.bottleneck for each in findings(resnet50_naive())]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from fastloop.diagnose.remedies import Rungs
 from fastloop.ladder import cards
 from fastloop.records.card import Card
 from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Verdict
 from tests.diagnose.scenes import cifar10_launches, gpt2_naive, on_cpu, resnet50_naive, with_trace
 
 CARDS = cards()
@@ -87,41 +87,29 @@ def test_a_micro_batch_grows_up_to_the_step_and_eightfold(micro: int, whole: int
     assert CARDS["batch"].patch(seen) == {"enabled": True, "micro_batch": proposed}
 
 
-@pytest.mark.parametrize(
-    ("rung", "evidence", "expected"),
-    [
-        ("workers", {"loader": {"num_workers": 0}}, False),
-        ("workers", {"loader": {"num_workers": 4}}, True),
-        ("pin", {"pin": {"pinned_tensors": 0}}, False),
-        ("prefetch", {"prefetch": {"ahead_batches": 9}}, True),
-        ("batch", {"batch": {"changed_steps": 0}}, False),
-        ("amp", {"amp": {"dtype": "torch.float32"}}, False),
-        ("amp", {"amp": {"dtype": "torch.bfloat16"}}, True),
-        ("amp", {"amp": {"matmul_precision": "high"}}, True),
-        ("amp", {"amp": {"matmul_precision": "highest"}}, False),
-        ("amp", {"amp": {"dtype": None}}, None),
-        ("layout", {"layout": {"channels_last_convs": 0}}, False),
-        ("fused", {"fused": {"fused_groups": 2}}, True),
-        ("compile", {"compile": {"graphs": 0}}, False),
-        ("compile", {}, None),
-        ("overlap", {"overlap": {"gradient_as_bucket_view": False, "bucket_cap_mb": 25}}, False),
-    ],
-)
-def test_whether_a_rung_took(rung: str, evidence: dict[str, Any], expected: bool | None) -> None:
-    assert Rungs(cards=CARDS).took_effect(Measurement(evidence=evidence), rung) is expected
-
-
 def test_the_first_that_is_free_or_all_of_them() -> None:
     seen, rungs = resnet50_naive(), Rungs(cards=CARDS)
     assert rungs.choose(seen, "h2d", "-").patch == {"rungs": {"pin": {"enabled": True}}}
     both = rungs.choose(seen, "h2d", "-", together=True)
     assert both.patch is not None and list(both.patch["rungs"]) == ["pin", "prefetch"]
     none = rungs.choose(on_cpu(), "h2d", "do this")
-    assert none == (None, "no rung helps: do this")
+    assert none == (None, "no rung helps with this: do this")
     on = Rungs(cards=CARDS, enabled=("pin", "prefetch"))
-    took = {"pin": {"pinned_tensors": 2}, "prefetch": {"ahead_batches": 3}}
-    assert on.choose(resnet50_naive(evidence=took), "h2d", "do this").says == "no further rung helps: do this"
-    assert on.choose(seen, "h2d", "do this").says.startswith("no rung helps: pin is on, but nothing shows")
+    assert on.choose(seen, "h2d", "do this").says == "no further rung helps with this: do this"
+
+
+@pytest.mark.parametrize(
+    ("took", "says"),
+    [
+        (False, "no rung helps with this: pin is on but had no effect (the batches are pinned already); do this"),
+        (None, "no rung helps with this: pin is on, but whether it had an effect is unknown (the batches are"),
+        (True, "no further rung helps with this: do this"),
+    ],
+)
+def test_a_rung_that_is_on_without_an_effect_says_why(took: bool | None, says: str) -> None:
+    verdicts = {"pin": Verdict(rung="pin", took=took, why="the batches are pinned already")}
+    on = Rungs(cards=CARDS, enabled=("pin", "prefetch"), verdicts=verdicts)
+    assert on.choose(resnet50_naive(), "h2d", "do this").says.startswith(says)
 
 
 def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others() -> None:
@@ -133,13 +121,13 @@ def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others()
         follows={"launch_bound": 1},
         applies=lambda seen: seen.steps < 300,
         advice={"data_wait": lambda _seen, on: "turn it up" if on else None},
-        evidence={"turns": "none"},
     )
     seen, only = resnet50_naive(), {"new": new}
     assert Rungs(cards=only).choose(seen, "data_wait", "-") == ({"rungs": {"new": {"enabled": True}}}, "it does")
-    assert Rungs(cards=only).choose(dataclasses.replace(seen, steps=300), "data_wait", "-").says == "no rung helps: -"
+    assert (
+        Rungs(cards=only).choose(dataclasses.replace(seen, steps=300), "data_wait", "-").says
+        == "no rung helps with this: -"
+    )
     on = Rungs(cards=only, enabled=("new",))
-    turned = resnet50_naive(evidence={"new": {"turns": "some"}})
-    assert on.choose(turned, "data_wait", "-").says == "no further rung helps: turn it up"
-    assert on.took_effect(resnet50_naive(evidence={"new": {"turns": "none"}}), "new") is False
+    assert on.choose(seen, "data_wait", "-").says == "no further rung helps with this: turn it up"
     assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused", "host"]

@@ -143,6 +143,16 @@ def test_the_compile_rung_compiles_what_is_replaced(monkeypatch: pytest.MonkeyPa
     assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
 
 
+def test_float64_is_left_as_written_where_it_is_compiled() -> None:
+    """Else the first backward raises: in compiled code, the kernel's own numbers have another type."""
+    ours, plain = seeded(Attends).double(), seeded(Attends).double()
+    settings: dict[str, Any] = {"max_epochs": 1, "precision": "64-true"}
+    watcher, _ = fit({"attention": {}, "compile": {"scope": "model"}}, ours, models.loader(batch_size=7), **settings)
+    fit(None, plain, models.loader(batch_size=7), **settings)
+    assert verdict(watcher, "compile").took is True and "in float64" in verdict(watcher, "attention").why
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-12
+
+
 def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FastLoop:
     """A fit in which the rung is tried on the calls of the first step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

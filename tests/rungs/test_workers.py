@@ -341,7 +341,7 @@ def test_a_batch_that_fits_nowhere_means_no_workers() -> None:
         Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**24))
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("changed", [False, True])
 def test_short_epochs_keep_their_workers_in_a_fit(changed: bool) -> None:
     """Started once for five epochs, or not at all where a callback may change the dataset between them."""
@@ -373,7 +373,7 @@ def test_short_epochs_keep_their_workers_in_a_fit(changed: bool) -> None:
         assert "Changes.on_train_epoch_start names train_dataloader" in (ours.reason("workers") or "")
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("ladder", [True, False])
 def test_a_ladders_workers_have_to_pay(ladder: bool) -> None:
     """Tiny batches that are made sooner than handed over. Named by the user, they only have to work."""
@@ -403,7 +403,7 @@ def collate_local(samples: Any) -> Any:
     return [*torch.utils.data.default_collate(samples), Local()]
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("feed", [False, True])
 def test_a_batch_that_cannot_be_sent_ends_no_training(feed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class made in a function, of which torch's worker prints that it cannot be pickled; the loader then waits."""
@@ -416,7 +416,7 @@ def test_a_batch_that_cannot_be_sent_ends_no_training(feed: bool, monkeypatch: p
     assert ours.verdict("workers").took is False
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """256 KiB a batch, which nobody knows before there is one."""
 
@@ -432,7 +432,7 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
     assert "2 workers with 1 batches ahead of each: /dev/shm has room for 2 MiB" in ours.verdict("workers").why
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_killed_worker_is_torchs_to_tell(attempt: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Its signal comes wherever the main thread is: in the loop, in our hooks, in the loader."""

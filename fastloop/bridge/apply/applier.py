@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply import read_facts
-from fastloop.bridge.apply.changes import Changes, describe
+from fastloop.bridge.apply.changes import Changes
 from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import TrainLoaders
@@ -26,7 +26,7 @@ from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
-from fastloop.errors import FastLoopError, let_through
+from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.place.kept_order import Place
@@ -88,7 +88,6 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
-            let_through(error)
             self.skip_all(f"this run could not be read: {describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
@@ -144,7 +143,6 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
-            let_through(error)
             reason = describe(error)
         self._live.plan, self.loaders, self.micro, undos = before
         self._changes.undo_down_to(undos)
@@ -266,7 +264,7 @@ class Applier:
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
         self.end_rehearsal()
-        self._changes.undo_all()
+        self._changes.undo_down_to(0)
         self.place.let_go()
         self.loaders = self.micro = self.validation = self._site = None
 
@@ -298,7 +296,7 @@ class Applier:
                 one_time=self.one_time,
                 groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
-            self._changes.add_probe(rung, self.micro.evidence)
+            self._changes.add(rung, Applied(undo=lambda: None, probe=self.micro.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
             self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
@@ -330,7 +328,6 @@ class Applier:
                 try:
                     self._do(step, action)
                 except Exception as error:
-                    let_through(error)
                     self._live.skip(step, describe(error))
 
     def _do(self, step: Step, action: Action) -> None:
@@ -382,4 +379,4 @@ class Applier:
                 self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting)
 
     def _undo_setting(self, key: str, undo: Undo) -> None:
-        self._changes.add_undo(self._live.find_owner(key) or key, undo)
+        self._changes.add(self._live.find_owner(key) or key, Applied(undo=undo))

@@ -13,24 +13,24 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fastloop.bridge.apply.read_facts import overrides
-from fastloop.bridge.apply.read_precision import find_precision
-from fastloop.bridge.apply.rehearse.recorded_calls import Played, measure_deviation
+from fastloop.bridge.apply.read_training import find_precision
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams
 from fastloop.bridge.apply.site import LiveSite, attribute
 from fastloop.bridge.apply.staging import set_attribute
-from fastloop.errors import NotApplicable, let_through
+from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import map_tensors, tensors, walk_tensors
 from fastloop.feeds.splitting import get_loss
-from fastloop.feeds.step_graph.recording import CudaRecorder, Recorder
+from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
 from fastloop.judge import rehearsal as judge
 from fastloop.records.plan import Undo
@@ -55,7 +55,7 @@ class GraphedSteps:
         one_time: the ledger of costs that are none of a step's.
     """
 
-    make_recorder: Callable[[torch.device], Recorder] = CudaRecorder
+    make_recorder: Callable[[torch.device], CudaRecorder] = CudaRecorder
 
     def __init__(
         self,
@@ -167,9 +167,7 @@ class GraphedSteps:
             with self._one_time.span("rehearsal"):
                 self.refused = self._refuse(args[0]) or self._record(step, args)
         except Exception as error:
-            let_through(error)
-            text = " ".join(str(error).split())[:300]
-            self.refused = text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text}"
+            self.refused = describe(error)
         if self.refused is not None:
             self._drop()
 
@@ -252,7 +250,7 @@ class GraphedSteps:
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
 
-    def _time(self, recorder: Recorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
+    def _time(self, recorder: CudaRecorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
         recorder.wait()
         began = time.perf_counter()
         made, gradients = play()
@@ -314,8 +312,8 @@ class _Watch:
         with ExitStack() as opening:
             opening.enter_context(attribute(self._module, "log", self._take_log))
             for part in self._module.modules():
-                if "_trainer" in vars(part):
-                    opening.enter_context(_trainer_watched(part, self.notice))
+                if (trainer := vars(part).get("_trainer")) is not None:
+                    opening.enter_context(attribute(part, "_trainer", _WatchedTrainer(trainer, self.notice)))
             self._open = opening.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -326,13 +324,6 @@ class _Watch:
             self.notice(f"a value for self.log({name!r}) that is not a tensor on the device")
             return
         self.calls.append(_LogCall(name, value.detach(), args, options))
-
-
-@contextmanager
-def _trainer_watched(part: Any, notice: Callable[[str], None]) -> Iterator[None]:
-    trainer = vars(part)["_trainer"]
-    with attribute(part, "_trainer", _WatchedTrainer(trainer, notice)):
-        yield
 
 
 class _WatchedTrainer:

@@ -13,7 +13,7 @@ from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.bridge.watch import loader_state
-from fastloop.errors import NotApplicable, let_through
+from fastloop.errors import NotApplicable, describe
 from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
@@ -65,7 +65,6 @@ class TrainLoaders:
         self._keeps_theirs, self._kept = False, False
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
-        self.staging.looks_for_pinned = True
         undo("loaders", self._give_back)
 
     @property
@@ -141,8 +140,7 @@ class TrainLoaders:
         try:
             self._checked = engine.check(self.find_original(loader), say)
         except Exception as error:  # of the user's dataset, of which something unusual is asked
-            let_through(error)
-            return str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
+            return describe(error)
         return None
 
     def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
@@ -250,17 +248,13 @@ class TrainLoaders:
 
     def list_probes(self) -> list[tuple[str, Callable[[], Mapping[str, Any]]]]:
         """What the loaders can show of a setting, by its key."""
-        staging = self.staging
-        workers = ("loader.num_workers", self._count_workers)
-        checked = ("loader.engine", lambda: self._checked)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
         return [
-            workers,
+            ("loader.num_workers", self._count_workers),
             ("loader.persistent_workers", self._see_kept),
-            ("loader.pin_memory", staging.count_pinned),
-            ("feed.depth", staging.count_ahead),
-            checked,
-            *made,
+            ("loader.pin_memory", self.staging.count_pinned),
+            ("feed.depth", self.staging.count_ahead),
+            ("loader.engine", lambda: self._checked),
+            *((key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")),
         ]
 
     def _count_workers(self) -> Mapping[str, Any]:

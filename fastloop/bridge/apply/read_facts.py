@@ -37,6 +37,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
+_UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
+"""Hooks to which a loss scaler gives gradients as they are."""
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
 _BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
@@ -61,9 +63,10 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
+        static_graph=bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
         plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
         precision=str(strategy.precision_plugin.precision),
-        own_precision=type(strategy.precision_plugin).__name__ != "Precision",
+        own_precision=_is_chosen(strategy.precision_plugin),
         accumulate=trainer.accumulate_grad_batches,
         accumulation_scheduled="GradientAccumulationScheduler" in kinds,
         averages_weights_by_swa="StochasticWeightAveraging" in kinds,
@@ -92,6 +95,11 @@ def _is_ddp(strategy: Any) -> bool:
     """DDP itself: DeepSpeed's strategy inherits from it, but wraps the model in an engine of its own."""
     inherits = {base.__name__ for base in type(strategy).__mro__}
     return hasattr(strategy, "_ddp_kwargs") and "DeepSpeedStrategy" not in inherits
+
+
+def _is_chosen(precision: Any) -> bool:
+    """Whether somebody chose this precision: FSDP has a plugin of its own for what is nobody's choice, too."""
+    return type(precision).__name__ not in ("Precision", "FSDPPrecision") or precision.precision != "32-true"
 
 
 def _load_single_device(strategy: Any) -> type:
@@ -156,7 +164,14 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "views": tuple(_find_views(module)) if convs else (),
         "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
-        "compiled_by_user": tuple(name or type(module).__name__ for name in named if _is_compiled(named[name])),
+        "refused_losses": (
+            *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
+            *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
+        ),
+        "handles_grads": tuple(
+            each for each in _find_methods(module, r"\bclip_grad|\.grad\b") if not each.endswith(_UNSCALED)
+        ),
+        "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),
         "repeated_blocks": tuple(_group_repeated(module)),
         "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
@@ -362,32 +377,8 @@ def length(loader: Any) -> int | None:
         return None
 
 
-# -- what the model and its optimizers already are when they train: so that nobody is advised what is done -------------
-
-
-def evidence(trainer: Any) -> dict[str, Any]:
-    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
-    attentions written by hand it has, and which batch transfer hooks are the user's."""
-    module = trainer.lightning_module
-    if module is None:
-        return {}
-    convolutions = [inner for inner in module.modules() if isinstance(inner, torch.nn.Conv2d)]
-    # A 1x1 kernel lies the same in both orders, and says nothing.
-    wide = [inner.weight for inner in convolutions if inner.weight.dim() == 4 and max(inner.weight.shape[2:]) > 1]
-    groups = [group for optimizer in trainer.optimizers for group in getattr(optimizer, "param_groups", [])]
-    return {
-        "compiled": any(_is_compiled(inner) for inner in module.modules()),
-        "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
-        "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
-        "convs": len(convolutions),
-        "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
-        "classes": find_large(module),
-        "transfer_hooks": [hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None],
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-    }
-
-
-def _is_compiled(module: Any) -> bool:
+def is_compiled(module: Any) -> bool:
+    """Whether the module's calls are compiled, by whomever."""
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None

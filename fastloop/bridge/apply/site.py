@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.loop.thin_loop import thin
 from fastloop.bridge.apply.staging import Staging, set_attribute
-from fastloop.bridge.apply.thin_loop import thin
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Applied, Undo

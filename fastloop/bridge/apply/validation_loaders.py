@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import NotApplicable, let_through
+from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone
 
 ENGINE = "evaluation.engine"
@@ -42,8 +42,7 @@ class ValidationLoaders:
             want = self._rung.plan(facts).wants[ENGINE]
             want.check(loader, self._say)
         except Exception as error:
-            let_through(error)
-            self._why = str(error) if isinstance(error, NotApplicable) else f"{type(error).__name__}: {error}"
+            self._why = describe(error)
             self._warn(f"{self.name} leaves a validation loader as it is: {self._why}")
             return loader
         assert isinstance(loader, DataLoader)

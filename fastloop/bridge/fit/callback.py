@@ -12,8 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fastloop import diagnose
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_facts, read_training
 from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.fail_open import disabled, fail_open, hint
@@ -35,14 +36,6 @@ if TYPE_CHECKING:
 else:
     Callback = namespaces.callback_class()
 
-BATCH_HOOKS = (
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-)
 strategy.register()
 
 
@@ -317,7 +310,7 @@ class FastLoop(Callback):
     def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
-        return {**found, "loader": self._loader_seen, "model": read_facts.evidence(trainer)}
+        return {**found, "loader": self._loader_seen, "model": read_training.evidence(trainer)}
 
     def _list_refused(self, trainer: Any) -> dict[str, str]:
         """Feeds that the train loader cannot have, so that diagnosis proposes none of them."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.apply import read_facts, read_precision
+from fastloop.bridge.apply import read_facts, read_training
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, gradient_state
@@ -259,7 +259,7 @@ class GradientProbe(Callback):
         self.answer |= {
             "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
             "loss": first.loss,
-            "precision": read_precision.find_precision(trainer, trainer.lightning_module),
+            "precision": read_training.find_precision(trainer, trainer.lightning_module),
             "device": device,
             "elements": sum(tensor.numel() for tensor in first.gradient.values()),
             "tensors": len(first.gradient),

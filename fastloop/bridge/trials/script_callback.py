@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ else:
 
 ORDERS = "FASTLOOP_EXEC"
 """The variable that names the file of the orders. It exists for one command only."""
+CONNECTOR = "trainer.connectors.logger_connector.logger_connector._LoggerConnector"
 ANSWER, GRADIENTS = "answer.json", "gradients"
 EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
 """Beside the orders: what happened, whose fit is the measured one, and that it has trained a step or is about to."""
@@ -54,6 +57,8 @@ def callbacks() -> list[Any]:
         _stacks_on_request()
     if orders.variation == GRADIENTS:
         determinism.prepare()
+    if orders.disposable:
+        _keep_logs_in(orders.out)
     keeper = Injected(orders, path.parent)
     if not getattr(rank_zero_only, "rank", 0):
         keeper.note("constructed")
@@ -73,6 +78,34 @@ def _stacks_on_request() -> None:
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+
+
+def _keep_logs_in(folder: str) -> None:
+    """Let the loggers that Lightning makes by itself write into this folder, and not into the user's; those of the
+    script, and every other use of ``default_root_dir``, stay as they are. For the process's rest.
+
+    A Trainer makes its logger right after it has asked for these callbacks. Source: ``configure_logger`` in
+    trainer/connectors/logger_connector/logger_connector.py. Where a Lightning has no such method, logs stay where they
+    were.
+    """
+    for _, connector in namespaces.found(CONNECTOR):
+        original = getattr(connector, "configure_logger", None)
+        if original is not None and not hasattr(original, "__wrapped__"):
+            connector.configure_logger = _configure_in(folder, original)
+
+
+def _configure_in(folder: str, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(original)
+    def configure_logger(connector: Any, logger: Any) -> None:
+        trainer = connector.trainer
+        root = trainer.default_root_dir
+        trainer._default_root_dir = folder
+        try:
+            original(connector, logger)
+        finally:
+            trainer._default_root_dir = root
+
+    return configure_logger
 
 
 class Injected(Callback):

@@ -194,6 +194,7 @@ class Session:
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
             "partial": raised is not None,
+            "died_of": describe_death(raised),
             "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             "flops": self.work.found,
             "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
@@ -298,6 +299,11 @@ def list_owners(trainer: Any) -> list[object]:
 
 def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
     return [new - old for new, old in zip(now, before, strict=True)]
+
+
+def describe_death(raised: BaseException | None) -> str | None:
+    """What a fit died of, in a line; None where it was stopped from outside, or did not die."""
+    return f"{type(raised).__name__}: {raised}".strip(": \n").splitlines()[0] if isinstance(raised, Exception) else None
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 The script runs as it would in a shell: its own data and schedules. It is told of a run's seed by ``PL_GLOBAL_SEED``,
 which ``seed_everything()`` without a number takes, and with which a script that seeds nothing begins. A seed written in
 the script stands until it trains; then the number of the run is added, or all runs would be one and the same.
-Lightning's checkpoints are not written, see `bridge/trials/no_checkpoints.py`; whatever else it writes it
-writes in each run, as it would in a shell.
+Lightning's checkpoints are not written, see `bridge/trials/no_checkpoints.py`, and the logs of a logger that Lightning
+makes by itself go into the folder of the run; whatever else it writes it writes in each run, as it would in a shell.
 """
 
 from __future__ import annotations

@@ -8,122 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.attempt import TURNS, BaseFailed, make_attempt
-from fastloop.experiments.climb.budget import PILOT, WINDOW_S, Length, Spent, choose_length, estimate_gradient_s
+from fastloop.experiments.climb.budget import Length, Spent, estimate_gradient_s
 from fastloop.experiments.climb.candidates import (
     WITHOUT,
     Candidate,
-    Position,
-    Start,
     choose,
-    count_queued,
     list_ladders,
     list_removable,
     make_ladder,
     stack_of,
 )
-from fastloop.experiments.climb.interface import Needs, Result, Runner
-from fastloop.experiments.climb.prediction import Context
+from fastloop.experiments.climb.interface import Needs, Result
+from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.removal import take_away
-from fastloop.experiments.trials.trial import Variation
-from fastloop.judge.prediction import ABOVE
-from fastloop.judge.statistics import Pool
 from fastloop.ladder import cards
 from fastloop.records.card import Stack
-from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
-from fastloop.records.measurement import CEILINGS
+from fastloop.records.climb import TOP, Attempt, Confirmation, count_kept
 
 CONFIRM_RUNS = 3
 """Of each arm: the fewest that a verdict is given on."""
 CONFIRM_STEPS = 30
 """In a window at least: the loss gate looks at the last fifth of them."""
-COPIES_SHOW = 0.01
-"""Of the step without loading: copies that take less are not worth a trial without them."""
-PILOT_ENOUGH = 0.75
-"""Of a window's seconds: a pilot that lasted so long need not be done again."""
 BESIDE = "from its runs minus their wait for data, with the workers running"
 """How the top's ceiling without loading came about; noted."""
-REPEATED = "00-naive/as_it_is-again"
-"""Where the start was measured again; noted, so that a later call finds it."""
 
 
-class Climb:
-    """One climb.
-
-    Args:
-        start: as far as the configuration shows; the first training shows the rest.
-        rows: what was tried in earlier calls, each with its ``costs`` where it was kept.
-        ceilings: of the start, as an earlier call has measured them; ``notes`` how they came about.
-        ladders: rates of shipped ladders, as an earlier call has measured them.
-        save: called after each decision.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        start: Start,
-        *,
-        warmup: int,
-        rows: Sequence[Attempt] = (),
-        ceilings: Mapping[str, float | None] | None = None,
-        notes: Mapping[str, str] | None = None,
-        ladders: Mapping[str, float | None] | None = None,
-        save: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.runner, self.start, self.warmup, self._save = runner, start, warmup, save
-        self.rows = list(rows)
-        self.naive: Result | None = None
-        self.costs: Costs | None = None
-        self.ceilings: dict[str, float | None] = {**dict.fromkeys(CEILINGS), **(ceilings or {})}
-        """Samples per second of the start with costs taken away."""
-        self.notes: dict[str, str] = dict(notes or {})
-        """How a ceiling came about that no trial has measured, or why the start was measured again."""
-        self.ladders: dict[str, float | None] = dict(ladders or {})
-        """Samples per second of the start with a shipped ladder; None where it failed."""
-        self._start_s = 0.0
-        self._ends_at: int | None = None
-        """Optimizer steps after which a script ends by itself; None where it trained all that it was asked for."""
-        self._without: set[str] = set()
-        """Folders of trials that failed and are not repeated."""
-
-    @property
-    def stack(self) -> Stack:
-        """What was kept."""
-        return stack_of(self.rows)
-
-    @property
-    def known(self) -> Position:
-        assert self.costs is not None
-        rates = {name: rate for name, rate in self.ladders.items() if rate is not None}
-        return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows, ladder_rates=rates)
-
-    @property
-    def _context(self) -> Context:
-        return Context(
-            runner=self.runner,
-            known=self.known,
-            warmup=self.warmup,
-            start_s=self._start_s,
-            pool=pool_spreads(self.rows),
-            ends_at=self._ends_at,
-        )
-
-    def compute_top_rates(self) -> dict[str, float | None]:
-        """Samples per second of the stack there is, and with each of its costs taken away."""
-        costs, batch = self.costs, self.naive.global_batch if self.naive is not None else None
-        if costs is None:
-            return {}
-        found = {
-            "now": costs.core_ms,
-            "replayed": costs.replayed_ms,
-            "resident": costs.resident_ms,
-            "no_exchange": costs.alone_ms,
-        }
-        return {name: 1e3 * batch / (ms + costs.outside_ms) if batch and ms else None for name, ms in found.items()}
+class Climb(Measured):
+    """One climb: what to try next, whether it stays, and the proof at the end."""
 
     def climb(self) -> str:
         """Climb until nothing is left to try; the reason why nothing is left.
@@ -132,9 +46,9 @@ class Climb:
             Spent: the budget is gone before that.
             BaseFailed: the training as it is fails.
         """
-        self._begin()
+        self.begin()
         while True:
-            self._measure_missing()
+            self.measure_missing()
             self._measure_ladders()
             self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
             added = [row for row in self.rows if not row.takes_away]  # what is taken away last is not tried again
@@ -147,7 +61,7 @@ class Climb:
     def _try(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
         number = 0 if candidate.whole and first else len(self.rows) + 1  # it has been run once before it was chosen
-        self._note(make_attempt(self._context, candidate, f"{number:02d}-{candidate.key}"))
+        self._note(make_attempt(self.context, candidate, f"{number:02d}-{candidate.key}"))
 
     def _take_away(self) -> None:
         """Leave out the rungs without which the top is not slower."""
@@ -155,17 +69,17 @@ class Climb:
         for rung in list_removable(self.rows):
             self.runner.reserve(self._estimate_confirmation_s())
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
-            self._note(take_away(self._context, rung, at, lambda number: self._run_top(place, top, number)))
+            self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
 
     def _run_top(self, place: str, top: Stack, number: int) -> Result:
         costs = self.known.costs
-        took = self._context.choose_length(costs.now_ms, costs.now_ms, top, costs.workers, fill_read=costs.fill_read)
+        took = self.context.choose_length(costs.now_ms, costs.now_ms, top, costs.workers, fill_read=costs.fill_read)
         result = self.runner.run(
             f"{place}/run-{number}",
             top,
             Ask(seed=number, steps=took.steps, warmup=took.warmup),
             what=f"the top, run {number + 1}",
-            need_s=took.seconds(costs.now_ms, self._start_s),
+            need_s=took.seconds(costs.now_ms, self.start_s),
         )
         if not result.ok or not result.step_ms:
             raise BaseFailed(result)
@@ -176,91 +90,7 @@ class Climb:
         self.costs = made.costs or self.costs
         if made.costs is not None and made.costs.beside:
             self.notes[f"replayed{TOP}"] = BESIDE
-        self._save()
-
-    # -- measuring ----------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """The training as it is, and what earlier calls know of the stack they have reached."""
-        self.naive = naive = self._measure_naive()
-        rank_batch = None if naive.global_batch is None else naive.global_batch // naive.world_size
-        self.start = dataclasses.replace(
-            self.start,
-            on_cuda=naive.device == "cuda",
-            refused=naive.refused,
-            image_files=naive.image_files,
-            micro_batch=naive.micro_batch,
-            rank_batch=rank_batch,
-            devices=max(self.start.devices, naive.world_size),  # a script says it only by what it does
-        )
-        kept = [row.costs for row in self.rows if row.kept and row.costs is not None]
-        self.costs = kept[-1] if kept else Costs(**self._read_costs(naive))
-        if kept and REPEATED in self.notes:
-            self.naive = self._run_naive(REPEATED, PILOT, "measuring the baseline, again", 0.0)
-        self._save()
-
-    def _read_costs(self, result: Result) -> dict[str, Any]:
-        """The costs that an unchanged training shows."""
-        # Where the training thread loads, what it waits for its loader is all that loading takes.
-        on: Stack = {rung: {} for rung in (*self.start.enabled, *self.stack)}
-        alone = self.start.on_cuda and result.workers == 0 and not count_queued(on, 0)
-        return {
-            "now_ms": result.step_ms,
-            "outside_ms": result.outside_ms,
-            "gap_ms": result.gap_ms,
-            "workers": result.workers,
-            "copies_ms": result.copies_ms,
-            **({"loader_ms": result.waits_ms} if alone else {}),
-        }
-
-    def _measure_naive(self) -> Result:
-        """As long as needed; a short pilot tells how long that is."""
-        pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
-        step_ms = pilot.step_ms or 0.0
-        self._start_s = pilot.start_s
-        if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
-            return pilot
-        batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
-        took = choose_length(
-            step_ms, step_ms, queued=pilot.queued, batches_per_step=max(1.0, batches), warmup=self.warmup
-        ).up_to(self._ends_at)
-        naive = self._run_naive(
-            "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self._start_s)
-        )
-        self._start_s = naive.start_s
-        return naive
-
-    def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:
-        """Run the training without a rung. A script may end sooner; then no run is longer."""
-        result = self.runner.run(at, {}, Ask(steps=took.steps, warmup=took.warmup), what=what, need_s=need_s)
-        if result.ended_at and result.ended_at < took.steps:
-            self._ends_at, shorter = result.ended_at, took.up_to(result.ended_at)
-            if shorter.steps > result.ended_at:
-                why = f"it ends after {result.ended_at} steps, and a climb needs {shorter.steps} of them"
-                raise BaseFailed(dataclasses.replace(result, cause=why))
-            if not result.step_ms:  # it ended in its warm-up
-                return self._run_naive(at, shorter, what, need_s)
-        if not result.ok or not result.step_ms:
-            raise BaseFailed(result)
-        return result
-
-    def _measure_missing(self) -> None:
-        """The costs of the present stack that no attempt has measured on its way."""
-        assert self.costs is not None
-        if self.costs.replayed_ms is None and (result := self._measure_without("replayed")) is not None:
-            own = self.naive.rest_ms if self.naive is not None and self.costs.beside and not self.stack else None
-            self.costs = self.costs.but(
-                replayed_ms=own or result.core_ms, mfu=result.mfu, launch_bound=result.launch_bound
-            )
-        # Without a device and without workers nothing overlaps: loading is what the step has beyond the rest.
-        overlaps = self.start.times_loader and (self.start.on_cuda or self.costs.beside)
-        if self.costs.loader_ms is None and overlaps and (result := self._measure_without("loader")) is not None:
-            self.costs = self.costs.but(loader_ms=result.loader_ms, fill_read=result.fill_read)
-        if self.costs.resident_ms is None and self._do_copies_matter():
-            self._measure_without_copies()
-        several = self.start.devices > 1
-        if self.costs.alone_ms is None and several and (result := self._measure_without("no_exchange")) is not None:
-            self.costs = self.costs.but(alone_ms=result.core_ms)
+        self.save()
 
     def _measure_ladders(self) -> None:
         """One run of the start with each shipped ladder, which is a part of its screen: the fastest is tried first.
@@ -269,7 +99,7 @@ class Climb:
         for name, stack in ({} if self.stack else list_ladders(self.start)).items():
             if name in self.ladders:
                 continue
-            took, costs = self._context.choose_ladder_length(stack), self.known.costs
+            took, costs = self.context.choose_ladder_length(stack), self.known.costs
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
             first_start_s = max(cards()[rung].first_start_s for rung in stack)
             try:
@@ -278,100 +108,15 @@ class Climb:
                     stack,
                     Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                     what=f"{candidate.key}: first run",
-                    need_s=took.seconds(costs.now_ms, self._start_s) + first_start_s,
+                    need_s=took.seconds(costs.now_ms, self.start_s) + first_start_s,
                 )
             except Spent as error:
                 spent = spent or error
                 continue
             self.ladders[name] = result.samples_per_s if result.ok else None
-            self._save()
+            self.save()
         if spent is not None:
             raise spent
-
-    def _measure_without_copies(self) -> None:
-        """The step without loading and copies; where those hardly take time, it is the one without loading."""
-        assert self.costs is not None
-        copies_ms, rest_ms = self.costs.copies_ms, self.costs.replayed_ms
-        key = f"resident{TOP}" if self.stack else "resident"
-        self.notes.pop(key, None)
-        if self.start.on_cuda and rest_ms and copies_ms is not None and copies_ms < COPIES_SHOW * rest_ms:
-            self.costs = self.costs.but(resident_ms=rest_ms)
-            self.notes[key] = f"as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
-            if not self.stack:
-                self.ceilings["resident"] = self.ceilings["replayed"]
-        elif (result := self._measure_without("resident")) is not None:
-            self.costs = self.costs.but(resident_ms=result.core_ms)
-
-    def _do_copies_matter(self) -> bool:
-        """Whether a rung may still hide copies; of the start they are always measured."""
-        hiding = {rung for rung, card in cards().items() if "h2d" in card.answers}
-        return not self.stack or (self.start.on_cuda and not hiding <= {*self.stack, *self.start.enabled})
-
-    def _measure_without(self, variation: Variation) -> Result | None:
-        """A trial of the present stack with costs taken away; None where it cannot be had."""
-        result = self._run_trial(variation)
-        if result is None or variation == "loader":
-            return result
-        result = self._remeasure(variation, result)
-        if not self.stack:
-            self.ceilings[variation] = result.samples_per_s
-        return result
-
-    def _remeasure(self, variation: Variation, result: Result) -> Result:
-        """A trial that is slower than what it is a part of was disturbed, or that was not: it is made again, after the
-        training as it is. If it stays slower it is taken for as fast, and that is noted."""
-        key = variation + (TOP if self.stack else "")
-        self.notes.pop(key, None)
-        if self._compare_with_whole(result, variation) > ABOVE:
-            doubtful = self._compare_with_whole(result, "replayed") > ABOVE
-            if doubtful and (again := self._run_trial("as_it_is", again=True)) is not None:
-                self.costs = self.known.costs.but(**self._read_costs(again))
-                if not self.stack:
-                    self.naive, self.notes[REPEATED] = again, "measured again: a trial with a cost removed was slower"
-            result = self._run_trial(variation, again=True) or result
-        above, rate = self._compare_with_whole(result, variation), result.samples_per_s or 0.0
-        if above > ABOVE:
-            figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
-            self.notes[key] = (
-                f"no ceiling: the trial without these costs was slower twice, {figure} samples/s, and"
-                " counts as no faster than the run it is part of"
-            )
-        if above <= 1:
-            return result
-        least_ms = (result.core_ms or 0.0) / above + result.outside_ms
-        return dataclasses.replace(result, step_ms=least_ms, samples_per_s=rate * (result.step_ms or 0.0) / least_ms)
-
-    def _compare_with_whole(self, result: Result, variation: str) -> float:
-        """How many times as long as what it is a part of it takes."""
-        costs = self.known.costs
-        rest = None if variation == "replayed" else costs.replayed_ms
-        return (result.core_ms or 0.0) / min(costs.core_ms or math.inf, rest or math.inf)
-
-    def _run_trial(self, variation: Variation, *, again: bool = False) -> Result | None:
-        """A training of the present stack; None where it cannot be had."""
-        costs = self.known.costs
-        last = max((number for number, row in enumerate(self.rows, 1) if row.kept), default=0)
-        whole, folder = variation == "as_it_is", f"{last:02d}-{self.rows[last - 1].name if last else 'naive'}"
-        at = f"{folder}/{variation}{'-again' if again else ''}"
-        if at in self._without:
-            return None
-        expected = costs.now_ms if whole else costs.replayed_ms or costs.now_ms
-        queues: tuple[Stack, int] = (self.stack, costs.workers) if whole else ({}, 0)
-        took = self._context.choose_length(expected, expected, *queues, screen=False)
-        what = f"{'measuring the baseline' if whole else f'ceiling {variation}'}{', again' if again else ''}"
-        result = self.runner.run(
-            at,
-            self.stack,
-            Ask(variation=variation, steps=took.steps, warmup=took.warmup),
-            what=what,
-            need_s=took.seconds(expected, self._start_s),
-        )
-        if result.ok and (result.loader_ms if variation == "loader" else result.core_ms):
-            if result.step_ms:  # the first training of all has more to do at its start
-                self._start_s = min(self._start_s, result.start_s)
-            return result
-        self._without.add(at)
-        return None
 
     def confirm(self) -> Confirmation | None:
         """The top against the start by a fresh A/B; None where nothing was kept.
@@ -397,27 +142,17 @@ class Climb:
     def _choose_confirm_length(self) -> Length:
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         now, slow = self.costs, max(self.naive.step_ms, self.costs.now_ms)
-        took = self._context.choose_length(
+        took = self.context.choose_length(
             now.now_ms, slow, self.stack, now.workers, screen=False, fill_read=now.fill_read
         )
-        return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self._ends_at)
+        return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self) -> float:
         """What is left of the confirmation takes."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, both = self._choose_confirm_length(), (self.naive.step_ms, self.costs.now_ms)
-        base_s, arm_s = (took.seconds(ms, self._start_s) for ms in both)
-        gradients_s = sum(estimate_gradient_s(ms, self._start_s) for ms in both) / 2
+        base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)
+        gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
         return self.runner.estimate_confirmation_s(
-            self._confirm_at, Needs(start_s=self._start_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s)
+            self._confirm_at, Needs(start_s=self.start_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s)
         )
-
-
-def pool_spreads(rows: Sequence[Attempt]) -> Pool:
-    """The spread that all screens so far have shown, but for those that something else has disturbed: with them no
-    later one would see anything."""
-    found = Pool()
-    for row in rows:
-        if row.ended != "odd":
-            found = found.plus([pair for pair in zip(row.rates.base, row.rates.arm, strict=False) if all(pair)])
-    return found

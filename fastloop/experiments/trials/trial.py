@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
 NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """What a trial writes into its directory beside the files of a run."""
 UNWRITTEN = "checkpoints outside of the run directories were not written, so the time for that is missing"
+LOGS = "lightning_logs"
+"""What Lightning's own logger makes in the directory of a script's trial, see `bridge/trials/script_callback.py`."""
 PER_RANK = ("ledger*.json", "gradients*.pt", f"{supervise.BEAT}.*")
 
 _NOT_FOR_CHILDREN = (
@@ -207,6 +210,7 @@ def clear(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
     for path in (path for pattern in PER_RANK for path in run_dir.glob(pattern)):
         path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir / LOGS, ignore_errors=True)
 
 
 def finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 INK = "currentColor"
+NUMBER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
+"""What numbers raise that no picture can be made of."""
 Style = Literal["solid", "faint", "hatched", "interval", "whisker", "band"]
 
 
@@ -78,6 +80,12 @@ class Chart:
     note: str = ""
     is_stacked: bool = False
     """Names stand above the bars where the picture is narrow."""
+
+    @classmethod
+    def missing(cls, error: Exception) -> Chart:
+        """What stands in the place of a picture that could not be drawn."""
+        why = f"This picture could not be drawn: {type(error).__name__}: {error}"
+        return cls(alt_text=why, rows=(), high=1.0, note=why)
 
     def place(self, value: float) -> float:
         """Per cent of the width at which a value stands."""

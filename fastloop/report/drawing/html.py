@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import resources
 from itertools import groupby
 
-from fastloop.report.drawing.bars import choose_ink
+from fastloop.report.drawing.bars import NUMBER_ERRORS, Chart, choose_ink
+from fastloop.report.drawing.curves import Curve
 from fastloop.report.drawing.document import Document, printable
 from fastloop.report.drawing.markdown import CODE, to_markdown
 
@@ -25,6 +26,7 @@ def to_html(document: Document) -> str:
         ImportError: jinja2 is not installed.
     """
     import jinja2
+    import markupsafe
 
     def source(name: str) -> str:
         return resources.files("fastloop.report").joinpath("templates", name).read_text(encoding="utf-8")
@@ -38,5 +40,15 @@ def to_html(document: Document) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     made.filters |= {"split_code": CODE.split, "choose_ink": choose_ink}
+    bars, curve = (vars(made.get_template(f"{name}.html.jinja").module)[name] for name in ("bars", "curve"))
+
+    def draw(picture: Chart | Curve) -> str:
+        """One picture, or a line that says why it is missing: the page has more to say."""
+        try:
+            return str(bars(picture) if isinstance(picture, Chart) else curve(picture))
+        except NUMBER_ERRORS as error:
+            return str(bars(Chart.missing(error)))
+
+    made.filters["draw"] = lambda picture: markupsafe.Markup(draw(picture))
     columns = [(is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)]
     return made.get_template("document.html.jinja").render(document=document, columns=columns)

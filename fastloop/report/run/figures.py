@@ -6,10 +6,10 @@ Bars are HTML of the page, curves are SVG.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastloop.records.measurement import Measurement
-from fastloop.report.drawing.bars import Bar, Chart, Entry, Row, choose_ticks
+from fastloop.report.drawing.bars import NUMBER_ERRORS, Bar, Chart, Entry, Row, choose_ticks
 from fastloop.report.drawing.curves import Curve, Line
 from fastloop.report.run.optional_tables import real, sort_by_size
 from fastloop.report.run.ranks import read_ranks
@@ -29,16 +29,24 @@ MOST_RANKS = 16
 
 
 def draw(seen: Measurement) -> dict[str, Chart | Curve]:
-    """Every picture that the measurement has numbers for."""
-    made = {
-        "step": chart_step(seen),
-        "gpu": trace_gpu(seen),
-        "watts": trace_watts(seen),
-        "loss": trace_loss(seen),
-        "kernels": chart_kernels(seen),
-        "ranks": chart_ranks(seen),
+    """Every picture that the measurement has numbers for; in the place of one that cannot be made, why."""
+    makers: Mapping[str, Callable[[Measurement], Chart | Curve | None]] = {
+        "step": chart_step,
+        "gpu": trace_gpu,
+        "watts": trace_watts,
+        "loss": trace_loss,
+        "kernels": chart_kernels,
+        "ranks": chart_ranks,
     }
-    return {name: picture for name, picture in made.items() if picture is not None}
+    made = dict[str, Chart | Curve]()
+    for name, make in makers.items():
+        try:
+            picture = make(seen)
+        except NUMBER_ERRORS as error:
+            picture = Chart.missing(error)
+        if picture is not None:
+            made[name] = picture
+    return made
 
 
 # -- bars -------------------------------------------------------------------------------------------------------------

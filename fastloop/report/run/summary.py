@@ -114,11 +114,11 @@ def lines(
         ("PAY-BACK", list_pay_backs(seen, verdicts)),
         ("TOOK", [f"[{plan.parity}] {'; '.join(took)}"] if took else []),
         ("CHANGES", [_flatten(line) for line in list_loop_changes(plan, verdicts)]),
-        ("INACTIVE", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is False]),
+        ("INACTIVE", list_inactive(verdicts)),
         ("UNKNOWN", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is None]),
         ("SYNC", [_flatten(line) for line in caveats.describe_syncs(seen)]),
         ("NOTE", [_flatten(note) for note in list_caveats(seen, findings)]),
-        ("FIX", [_flatten(dump_on_one_line(finding.patch)) for finding in findings if finding.patch]),
+        ("FIX", list_fixes(findings, titles)),
         *_list_next(then, later),
         ("REPORT", [str(report)] if report else []),
     ]
@@ -136,6 +136,28 @@ def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
         and step.change.notes
         and any(key.startswith(("step.", "trainer.")) for key in step.change.wants)
     ]
+
+
+def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
+    """Why rungs that are on had no effect, the reason first; rungs whose reasons begin alike share a line."""
+    shared: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.took is False:
+            shared.setdefault(verdict.why.partition("; ")[0], []).append(verdict)
+    lines = []
+    for start, group in shared.items():
+        why = group[0].why if len({verdict.why for verdict in group}) == 1 else start
+        lines.append(f"{_flatten(why)} ({', '.join(verdict.rung for verdict in group)})")
+    return lines
+
+
+def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
+    """The patches, each once; those that are not against the headline say against what."""
+    fixes: dict[str, str] = {}
+    for finding, title in zip(findings, titles, strict=True):
+        if finding.patch:
+            fixes.setdefault(_flatten(dump_on_one_line(finding.patch)), title)
+    return [patch if title == titles[0] else f"{patch}   against {title}" for patch, title in fixes.items()]
 
 
 def join_lines(kinds: list[tuple[str, list[str]]], most: int) -> None:

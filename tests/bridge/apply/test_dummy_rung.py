@@ -38,7 +38,6 @@ CARD = Card(
     does="counting calls makes nothing faster",
     answers={"data_wait": 0},
     applies=lambda seen: seen.device == "cpu",
-    evidence={"calls": 0},
     tunes=Tunable(field="layers", values=lambda _space: (2, 3)),
     owns_trainer_keys={"detect_anomaly": "layers"},
 )

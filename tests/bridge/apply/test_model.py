@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply.read_facts import evidence
+from fastloop.bridge.apply.read_training import evidence
 from tests.models import Regression
 
 

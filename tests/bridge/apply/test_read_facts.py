@@ -130,9 +130,26 @@ class Suspect(Regression):
         torch.nn.functional.mse_loss(*batch, reduction="none")
 
 
+class Odds(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = torch.nn.BCELoss()
+
+    def compute_loss(self, odds: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.criterion(odds, y) + torch.nn.functional.binary_cross_entropy(odds, y)
+
+    def other_loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
+
+
+def test_losses_that_autocast_refuses_are_found() -> None:
+    assert facts(Odds()).refused_losses == ("criterion", "compute_loss")
+
+
 def test_what_a_module_does_as_far_as_its_source_says() -> None:
     found = facts(Suspect())
     assert found.autocasts == ("Suspect.training_step",) and found.detaches_grads == ("Suspect.on_after_backward",)
+    assert found.handles_grads == ("Suspect.on_after_backward",)
     losses = {text.split(" ")[0] for text in found.not_mean_losses}
     assert {"sum", "weighted", "Suspect.training_step"} <= losses and not losses & {"mean", "Suspect.validation_step"}
     assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)

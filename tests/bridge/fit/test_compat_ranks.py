@@ -42,3 +42,22 @@ def test_two_ranks(launcher: tuple[str, ...], plain: str, ours: str, tmp_path: P
     for rank in (0, 1):
         assert re.search(rf"^\| {rank} \| \S+ \| [\d,]+\.\d\d \|", reports[0].read_text(), re.M), "its step, and no n/a"
     assert said.count("REPORT") == 1 and said.count("fastloop ") == 1, said
+
+
+@pytest.mark.multirank
+def test_fsdp_trains_as_without_us_and_says_which_rungs_it_refuses(tmp_path: Path) -> None:
+    python(Path(__file__).with_name("fsdp_ranks.py"), cwd=tmp_path)
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        plain, watched, rungs = seen["plain"], seen["watched"], seen["rungs"]
+        assert len(plain["losses"]) == 8 and watched["losses"] == plain["losses"] == seen["swapped"]["losses"]
+        assert rungs["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert watched["strategy"] == "FastLoop_FSDPStrategy" and seen["swapped"]["strategy"] == "PlainFSDP"
+        assert (watched["steps"], watched["world_size"]) == (8, 2) and watched["findings"] >= 1
+        assert rungs["skipped"] == {
+            "batch": "FSDPStrategy keeps gradients of its own; only one device and DDP are supported",
+            "amp": "FSDPStrategy has its own precision handling; write Trainer(precision=…) instead",
+            "layout": "FSDPStrategy stores weights in an order of its own",
+            "overlap": "needs DDP with several devices; the strategy is FSDPStrategy",
+        }
+        assert rungs["took"] == {"fused": True, "host": True, **dict.fromkeys(rungs["skipped"], False)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import StrategyRegistry
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.fit import strategy
@@ -84,7 +85,7 @@ def test_calls_reach_the_applier_in_lightnings_order(named: bool) -> None:
 
 
 @pytest.mark.parametrize("space", namespaces.NAMES)
-@pytest.mark.parametrize("name", ["fastloop", "fastloop_ddp"])
+@pytest.mark.parametrize("name", ["fastloop", "fastloop_ddp", "fastloop_fsdp"])
 def test_names_are_registered_once_in_every_namespace(space: str, name: str) -> None:
     registry = importlib.import_module(space).strategies.StrategyRegistry
     strategy.register()
@@ -93,14 +94,21 @@ def test_names_are_registered_once_in_every_namespace(space: str, name: str) -> 
     assert registry[name] is before and name in registry.available_strategies()
 
 
+@pytest.mark.parametrize("name", ["fsdp", "fastloop_fsdp"])
+def test_lightning_refuses_fsdp_without_a_gpu_before_the_fit(name: str) -> None:
+    strategy.register()
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):
+        trainer(strategy=name, devices=2)
+
+
 def through_pickle(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
-@pytest.mark.parametrize("name", ["auto", "fastloop", "fastloop_ddp"])
+@pytest.mark.parametrize("name", ["auto", "fastloop", "fastloop_ddp", "fastloop_fsdp"])
 def test_copies_keep_their_class_and_leave_the_applier(how: Any, name: str) -> None:
-    made = trainer(strategy=name)
+    made = trainer(strategy=StrategyRegistry.get(name) if "fsdp" in name else name)  # the name needs a GPU
     kind = type(made.strategy) if name != "auto" else strategy.mixed(type(made.strategy))
     made.strategy.__class__ = kind
     vars(made.strategy)["fastloop"] = note = Note()

@@ -46,6 +46,8 @@ class Orders:
 
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
+    for _, connector in namespaces.found(script_callback.CONNECTOR):  # as it was, at the end of the test
+        monkeypatch.setattr(connector, "configure_logger", connector.configure_logger)
     yield Orders(tmp_path, monkeypatch)
 
 
@@ -319,6 +321,37 @@ def test_a_disposable_run_leaves_checkpoints_alone(disposable: bool, orders: Ord
     fits.save_checkpoint(orders.place / "mine" / "end.ckpt")
     assert orders.names().count("unsaved") == disposable and orders.measured()["total_steps"] == 4
     assert len(list((orders.place / "mine").rglob("*.ckpt"))) == (0 if disposable else 3)
+
+
+@pytest.mark.parametrize("disposable", [True, False])
+@pytest.mark.parametrize("name", namespaces.NAMES)
+def test_a_disposable_run_keeps_lightnings_own_logs_to_itself(
+    name: str, disposable: bool, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer and its users find them by ``log_dir``; what the script makes and names stays where it says."""
+    library = importlib.import_module(name)
+    shell = orders.place / "shell"
+    shell.mkdir()
+    monkeypatch.chdir(shell)
+    orders(disposable=disposable)
+
+    def make(**settings: Any) -> Any:
+        quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        return library.Trainer(accelerator="cpu", callbacks=callbacks(), **quiet, **settings)
+
+    first, second, named = make(), make(logger=True), make(default_root_dir=shell / "named")
+    for each in (first, second, named):
+        each.logger.log_metrics({"loss": 1.0}, step=1)
+        each.logger.save()
+    assert first.log_dir != second.log_dir and Path(second.log_dir).is_dir(), "a version each, as in a shell"
+    assert list(Path(first.log_dir).iterdir()), "a script that reads its logs finds them"
+    assert (first.default_root_dir, named.default_root_dir) == (str(shell), str(shell / "named"))
+    assert Path(first.log_dir).is_relative_to(orders.out if disposable else shell)
+    left = {each.name for each in shell.iterdir()}
+    assert left == (set() if disposable else {"lightning_logs", "named"})
+    own = importlib.import_module(f"{name}.loggers").CSVLogger("mine")
+    assert make(logger=own).log_dir == own.log_dir and not Path(own.log_dir).is_relative_to(orders.out)
+    assert make(logger=False).log_dir == str(shell)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply import read_precision
+from fastloop.bridge.apply import read_training
 from fastloop.bridge.trials import gradient_state
 
 
@@ -87,7 +87,7 @@ class Casts(torch.nn.Module):
     ids=["32", "bf16-mixed", "bf16-true", "16", "64", "the user's own autocast"],
 )
 def test_the_precision_in_use(said: str, module: torch.nn.Module, expected: str) -> None:
-    assert read_precision.find_precision(trainer_with(said), module) == expected
+    assert read_training.find_precision(trainer_with(said), module) == expected
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ def test_float32_on_a_gpu_may_be_tf32(
     monkeypatch.setattr("fastloop.bridge.watch.measurement.read_tf32", lambda: (products, convolutions))
     trainer = trainer_with()
     trainer.strategy.root_device = torch.device("cuda")
-    assert read_precision.find_precision(trainer, torch.nn.Conv2d(1, 1, 1)) == expected
-    assert read_precision.find_precision(trainer, torch.nn.Linear(1, 1)) == ("tf32" if products else "fp32")
+    assert read_training.find_precision(trainer, torch.nn.Conv2d(1, 1, 1)) == expected
+    assert read_training.find_precision(trainer, torch.nn.Linear(1, 1)) == ("tf32" if products else "fp32")

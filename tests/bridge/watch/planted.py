@@ -1,13 +1,18 @@
-"""A training of two layers with a sleep planted in a place of the test's choice."""
+"""A training of two layers with a nap planted in a place of the test's choice.
+
+Naps and arithmetic pass on a clock of their own: what other processes do to this one takes none of its time.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -22,6 +27,8 @@ STEPS = 24
 """Optimizer steps of a fit, in epochs of `EPOCH` steps, the first two of them warm-up."""
 EPOCH, BATCH = 8, 8
 
+slept_s = 0.0
+"""By the clock of this file."""
 naps: Counter[str] = Counter()
 """How often each place slept since it was cleared."""
 places: set[str] = set()
@@ -31,7 +38,32 @@ places: set[str] = set()
 def nap(place: str) -> None:
     if place in places:
         naps[place] += 1
-        time.sleep(NAP_MS / 1e3)
+        sleep(NAP_MS / 1e3)
+
+
+def sleep(seconds: float) -> None:
+    """Let this time pass at once."""
+    global slept_s
+    slept_s += seconds
+
+
+def read_slept_s() -> float:
+    return slept_s
+
+
+def read_clock_s() -> float:
+    """The seconds of naps and of arithmetic."""
+    return time.process_time() + slept_s
+
+
+def use_clock(patch: pytest.MonkeyPatch) -> None:
+    """Let what watches a fit read this clock."""
+    for name in ("evidence.clock.step_clock", "evidence.clock.one_time", "bridge.watch.probes"):
+        patch.setattr(f"fastloop.{name}.now", read_clock_s)
+    for name in ("window", "phases", "profiler_proxy"):
+        clocks = SimpleNamespace(monotonic=read_clock_s, perf_counter=read_clock_s)
+        patch.setattr(f"fastloop.bridge.watch.{name}.time", clocks)
+    patch.setattr("fastloop.evidence.clock.step_clock.read_off_cpu_s", read_slept_s)
 
 
 class Data(Dataset[Any]):
@@ -146,8 +178,10 @@ def watched(
     loop.hunt_syncs = hunt_syncs
     settings = {"max_epochs": -1, "max_steps": STEPS, **settings}
     try:
-        made = trainer(callbacks=[SleepyCallback(), *callbacks, loop], **settings)
-        made.fit(module or Sleepy(), train if train is not None else batches(), val)
+        with pytest.MonkeyPatch.context() as patch:
+            use_clock(patch)
+            made = trainer(callbacks=[SleepyCallback(), *callbacks, loop], **settings)
+            made.fit(module or Sleepy(), train if train is not None else batches(), val)
     finally:
         places.clear()
     assert place is None or naps[place] > 0, f"nothing slept in {place}"

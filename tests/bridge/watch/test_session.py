@@ -388,6 +388,8 @@ def test_a_fit_that_raises_is_measured_as_far_as_it_went(ends: tuple[type[L.Call
     except KeyError:
         assert partial
     assert loop.measurement is not None and loop.measurement.partial is partial
+    assert loop.measurement.died_of == ('KeyError: "user\'s own"' if partial else None)
+    assert [finding.title for finding in loop.findings].count("DIED") == partial
     assert loop.measurement.steps == (9 if partial else 13) and loop.measurement.samples_per_s
     assert made.profiler is before and vars(made._logger_connector).keys().isdisjoint({"update_train_step_metrics"})
 

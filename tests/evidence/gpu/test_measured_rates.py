@@ -202,6 +202,6 @@ def test_reading_the_cache_does_not_start_cuda(tmp_path: Path) -> None:
         f"assert read_cached({UUID!r}, {NAME!r}) is None and not torch.cuda.is_initialized()"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -104,6 +105,33 @@ def test_runs_with_another_seed_are_other_trainings(tmp_path: Path) -> None:
     assert len(losses[0]) == len(losses[1]) == 4 and losses[0] != losses[1]
 
 
+LOGS = """
+import pathlib, torch, lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+trainer = pl.Trainer(accelerator="cpu", max_steps=8, enable_checkpointing=False, log_every_n_steps=1)
+trainer.fit(BoringModel())
+pathlib.Path("read.txt").write_text(" ".join(each.name for each in pathlib.Path(trainer.log_dir).iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_the_logs_of_a_trial_are_in_its_folder(tmp_path: Path) -> None:
+    script = tmp_path / "logs.py"
+    script.write_text(LOGS)
+    subprocess.run([sys.executable, str(script)], check=True, capture_output=True)
+    in_a_shell = [*(tmp_path / "lightning_logs").iterdir()]
+    assert [each.name for each in in_a_shell] == ["version_0"] and Path("read.txt").read_text()
+    Path("read.txt").unlink()
+    for number in range(2):
+        logs = ScriptArm(name="arm", command=command_of(str(script)))
+        found = logs.run("arm", tmp_path / "a" / str(number), Ask(steps=8, warmup=2))
+        assert found.ok and found.code == 0, found.tail
+        assert [each.name for each in (found.run_dir / "lightning_logs").iterdir()] == ["version_0"]
+        assert Path("read.txt").read_text(), "the script finds its own logs"
+    assert [*(tmp_path / "lightning_logs").iterdir()] == in_a_shell
+
+
 def ckpts() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(Path("ckpts").iterdir())}
 
@@ -158,7 +186,6 @@ def test_a_script_that_hangs_is_ended_and_says_where(tmp_path: Path, newborns: C
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.timeout(180)
 def test_a_run_in_which_a_rank_died_has_failed_although_the_first_ended_well(tmp_path: Path) -> None:
     tries = ScriptArm(name="arm", command=command_of(str(TRAIN.parents[1] / "planted_scripts" / "uneven.py")))
     found = tries.run("arm", tmp_path, Ask(steps=60, warmup=5, ledger=True))

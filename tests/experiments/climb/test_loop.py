@@ -14,7 +14,8 @@ from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
-from fastloop.experiments.climb.loop import BESIDE, Climb, pool_spreads
+from fastloop.experiments.climb.loop import BESIDE, Climb
+from fastloop.experiments.climb.measuring import pool_spreads
 from fastloop.ladder import cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Rates
@@ -305,8 +306,8 @@ def test_a_ceiling_below_the_start_is_measured_again_with_the_start() -> None:
 def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
     runner = Disturbed(PLAIN, {"00-naive/replayed": 1.5, "00-naive/replayed-again": 1.4})
     climb = make_climb(runner)
-    climb._begin()
-    climb._measure_missing()
+    climb.begin()
+    climb.measure_missing()
     assert climb.naive is not None and climb.costs is not None
     assert climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
     assert climb.costs.replayed_ms == pytest.approx(climb.costs.core_ms)
@@ -320,15 +321,15 @@ def test_with_workers_of_ones_own_the_rest_is_what_the_run_shows() -> None:
     """Predictions have them beside, so what they are held against has them too; the ceiling is a trial all the same."""
     machine = Machine(decode_ms=80, own_workers=8, copy_ms=0, crowding=1.3, noise=0.0)
     climb = make_climb(SimulatedRunner(machine))
-    climb._begin()
-    climb._measure_missing()
+    climb.begin()
+    climb.measure_missing()
     assert climb.costs is not None and climb.costs.replayed_ms == pytest.approx(1.3 * 130)
     assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 130)
 
 
 def test_a_confirmation_does_not_wait_for_queues_that_can_be_read() -> None:
     climb = make_climb(SimulatedRunner(Machine(noise=0.0)))
-    climb._begin()
+    climb.begin()
     assert climb.costs is not None
     lengths = []
     for read in (True, False):
@@ -341,8 +342,8 @@ def test_a_confirmation_does_not_wait_for_queues_that_can_be_read() -> None:
 def test_a_ceiling_is_at_least_what_was_run() -> None:
     runner = Disturbed(PLAIN, {"00-naive/replayed": 1.17})
     climb = make_climb(runner)
-    climb._begin()
-    climb._measure_missing()
+    climb.begin()
+    climb.measure_missing()
     assert climb.naive is not None and climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
     assert "00-naive/replayed-again" not in runner.ran and climb.notes == {}, "2 % are noise"
 
@@ -350,8 +351,8 @@ def test_a_ceiling_is_at_least_what_was_run() -> None:
 def test_a_resident_batch_is_no_slower_than_a_replayed_one() -> None:
     runner = Disturbed(PLAIN, {"resident": 1.15, "resident-again": 1.17})
     climb = make_climb(runner)
-    climb._begin()
-    climb._measure_missing()
+    climb.begin()
+    climb.measure_missing()
     assert "00-naive/resident-again" in runner.ran and "00-naive/as_it_is-again" not in runner.ran, (
         "it was below the start"
     )

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ import psutil
 import pytest
 
 from fastloop.experiments.trials import preloaded
+from fastloop.experiments.trials import supervise as seam
 from fastloop.experiments.trials.supervise import Ended, Limits, last_lines, supervise
 from fastloop.experiments.trials.trial import environment
 from tests.commands.command_line import ROOT, wait_for
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(250)]
 SEES = """
 import os
 def annotated(x: int) -> None: ...
@@ -119,13 +119,17 @@ def test_it_ends_the_same_either_way(code: str, end: int, script: Path, try_both
     assert forked.code == executed.code == end and said == other and forked.cause == executed.cause
 
 
-def test_its_limits_hold_and_nothing_of_it_is_left(script: Path, try_both: Any, tmp_path: Path) -> None:
+def test_its_limits_hold_and_nothing_of_it_is_left(
+    script: Path, try_both: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script.write_text(
         "import subprocess, sys, time\nchild = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
+    wait, said = seam._wait, tmp_path / "stdout.txt"
+    monkeypatch.setattr(seam, "_wait", lambda *given: wait_for(lambda: said.stat().st_size) and wait(*given))
     for ended, out, _ in try_both(sys.executable, str(script), limits=Limits(total_s=1.5, grace_s=0.2)):
-        assert ended.cause is not None and "exceeded its time limit of 1.5 s" in ended.cause and ended.seconds < 10
+        assert ended.cause is not None and "exceeded its time limit of 1.5 s" in ended.cause and ended.seconds < 50
         assert not _lives(int(out))
 
 
@@ -194,6 +198,20 @@ def test_a_script_that_seeds_nothing_begins_with_the_seed_of_its_run(script: Pat
     assert said[0] == said[1] and not set(said[1].split()) & set(said[2].split())
 
 
+def test_an_environment_may_be_larger_than_a_message_of_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, try_both: Any
+) -> None:
+    """The server's own, which it tells when it greets, and that of a trial."""
+    monkeypatch.setattr(preloaded, "_server", None)
+    for number in range(4):
+        monkeypatch.setenv(f"LARGE_{number}", "é" * 60_000)
+    script = tmp_path / "counts.py"
+    script.write_text("import os\nprint(sum(len(v) for k, v in os.environ.items() if k.startswith('LARGE_')))\n")
+    with preloaded.quick_starts(environment(os.environ), scripts=True):
+        forked, executed = try_both(sys.executable, str(script))
+    assert forked[1] == executed[1] == "240000\n"
+
+
 def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preloaded, "_server", None)
@@ -233,10 +251,7 @@ def test_the_server_and_its_trial_end_with_their_owner(tmp_path: Path) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    end = time.monotonic() + 15
-    while time.monotonic() < end and any(map(_lives, (server, trial))):
-        time.sleep(0.05)
-    assert not _lives(server) and not _lives(trial)
+    wait_for(lambda: not _lives(server) and not _lives(trial), 60)
 
 
 def _lives(pid: int) -> bool:

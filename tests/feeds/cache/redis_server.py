@@ -15,7 +15,7 @@ from typing import Any
 def find_port() -> int:
     """A free one; a cluster also takes the one 10,000 above."""
     while True:
-        port = random.randrange(20_000, 30_000)
+        port = random.SystemRandom().randrange(20_000, 30_000)  # tests seed the shared one alike in all workers
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", port))
             other.bind(("127.0.0.1", port + 10_000))
@@ -36,8 +36,9 @@ class Server:
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]
         self.process = subprocess.Popen([*command, *self.options], stdout=subprocess.DEVNULL)
         redis: Any = importlib.import_module("redis")
-        end = time.monotonic() + 20
+        end = time.monotonic() + 100
         while time.monotonic() < end:
+            assert self.process.poll() is None, "the server ended; another one may have taken its port"
             with contextlib.suppress(redis.ConnectionError):
                 self.client().ping()
                 return
@@ -50,4 +51,4 @@ class Server:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(100)

@@ -13,7 +13,7 @@ import torch
 from fastloop.evidence.model import thread_safety
 from fastloop.feeds.nodes.own_draws import OwnDraws, draw_own
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "ColorJitter": (0.5, 0.5, 0.5, 0.3),
     "GaussianBlur": (3,),

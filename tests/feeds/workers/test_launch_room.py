@@ -38,7 +38,7 @@ def mark(worker_id: int) -> None:
 
 
 def ask(init: Callable[[int], None]) -> Any:
-    loader = DataLoader(Says(), batch_size=None, num_workers=1, worker_init_fn=init, timeout=30)
+    loader = DataLoader(Says(), batch_size=None, num_workers=1, worker_init_fn=init, timeout=100)
     return next(iter(loader))
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from fastloop.feeds.workers import packed_list
 from fastloop.feeds.workers.packed_list import PackedList, Packing, count_packable
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 ODD = [
     ("/a/b.jpg", 0),
     ("", -1),

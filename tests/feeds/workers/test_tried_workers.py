@@ -22,7 +22,7 @@ from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import tried_workers
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
 
 
@@ -291,7 +291,7 @@ def test_a_small_shared_memory_in_earnest(how: str, tmp_path: Any) -> None:
     script = tmp_path / "small.py"
     script.write_text(textwrap.dedent(SMALL_SHM))
     inside = f"mount -t tmpfs -o size=16m tmpfs /dev/shm && exec {sys.executable} {script} {how}"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", inside], capture_output=True, text=True, timeout=80)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", inside], capture_output=True, text=True, timeout=180)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no mounting here: {done.stderr.strip()}")
     if how == "plain":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import xml.etree.ElementTree as ElementTree
@@ -14,7 +15,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment
 from fastloop.report.drawing.html import to_html
-from fastloop.report.run import optional_tables, summary, tables
+from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.run_report import CLOSING, build_document
 from tests.report.run.test_summary import BOAST
 from tests.report.samples import CHANGED, ENVIRONMENT_RECORD, HOSTILE, RUNS
@@ -305,3 +306,21 @@ def test_a_bottleneck_that_was_not_found_is_no_good_news(title: str, tone: str) 
     finding = Finding(bottleneck="none", share_pct=None, why="", title=title)
     text = page_of(Measurement(), Plan(), (), [finding], changed_yaml="", environment=Environment())
     assert f'<header class="{tone}">' in text
+
+
+def test_a_picture_that_cannot_be_drawn_is_the_only_one_missing() -> None:
+    seen, findings, verdicts, plan, _ = RUNS["gpt2"]()
+    too_large = dataclasses.replace(seen, loss=(1e308, -1e308, 0.0))
+    whole, lacking = (
+        page_of(each, plan, verdicts, findings, changed_yaml="", environment=ENVIRONMENT_RECORD)
+        for each in (seen, too_large)
+    )
+    assert whole.count("<svg") == lacking.count("<svg") + 1 and "This picture could not be drawn" not in whole
+    assert lacking.count('<p class="soft">This picture could not be drawn: ') == 1
+
+
+def test_a_picture_of_numbers_that_are_none_is_the_only_one_missing() -> None:
+    seen = RUNS["gpt2"]().seen
+    wrong = dataclasses.replace(seen, loss=("a", "b", "c"))  # type: ignore[arg-type]
+    assert "could not be drawn: TypeError" in str(figures.draw(wrong)["loss"])
+    assert set(figures.draw(wrong)) == set(figures.draw(seen))

@@ -60,7 +60,7 @@ def test_the_whole() -> None:
         "1,235 samples/s   lead 3.1 ms   GPU fed 18 %   watching cost 3.4 us a step",
         "if data were free: at most 6,173 samples/s (an estimate)",
         "TOOK     [approximate] workers (4 live workers); amp (bf16)",
-        "INACTIVE pin: needs CUDA",
+        "INACTIVE needs CUDA (pin)",
         "UNKNOWN  fused: not seen",
         "FIX      rungs.workers {enabled: true, count: 3}",
         "REPORT   runs/x/report.md",
@@ -198,6 +198,33 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
         assert text.count("\nINACTIVE") == inactive and text.count("\nUNKNOWN") == unknown, "joined without need"
 
 
+def test_rungs_whose_reasons_begin_alike_share_a_line_and_the_reason_comes_first() -> None:
+    reasons = {
+        "pin": "needs CUDA; this run is on cpu, where no copy starts in pinned memory",
+        "overlap": "needs DDP with several devices; the strategy is SingleDeviceStrategy",
+        "prefetch": "needs CUDA; this run is on cpu, where there is no copy to hide",
+    }
+    verdicts = [Verdict(rung=rung, took=False, why=why) for rung, why in reasons.items()]
+    assert [line for line in summary.lines(SEEN, Plan(), verdicts, [WAITS]) if line.startswith("INACTIVE")] == [
+        "INACTIVE needs CUDA (pin, prefetch)",
+        f"INACTIVE {reasons['overlap']} (overlap)",
+    ]
+
+
+def test_a_patch_says_against_what_it_helps_where_that_is_not_the_headline() -> None:
+    fixes = {"LOOP OVERHEAD": None, "STARVED BY DATA": "workers", "BUSY": "amp", "BUSY TOO": "amp"}
+    findings = [
+        dataclasses.replace(WAITS, title=title, patch=rung and {"rungs": {rung: {"enabled": True}}})
+        for title, rung in fixes.items()
+    ]
+    lines = summary.lines(SEEN, Plan(), [], findings)
+    assert [line for line in lines if line.startswith("FIX")] == [
+        "FIX      rungs.workers {enabled: true}   against STARVED BY DATA",
+        "FIX      rungs.amp {enabled: true}   against BUSY",
+    ]
+    assert "FIX      rungs.amp {enabled: true}" in summary.lines(SEEN, Plan(), [], findings[2:])
+
+
 def test_all_kinds_of_lines_together_are_twelve() -> None:
     seen, findings, verdicts, plan, name = samples.gpt2()
     verdicts = tuple(Verdict(rung=f"{took}", took=took, why="x") for took in (True, False, None))
@@ -229,7 +256,7 @@ def test_a_reason_of_several_lines_takes_one() -> None:
     verdicts = [Verdict(rung="compile", took=False, why="RuntimeError: first\n  second\r\nthird")]
     lines = summary.lines(SEEN, Plan(), verdicts, [dataclasses.replace(WAITS, why="a\nb")])
     assert "  a b" in lines and [line for line in lines if "\n" in line or "\r" in line] == []
-    assert "INACTIVE compile: RuntimeError: first   second third" in lines
+    assert "INACTIVE RuntimeError: first   second third (compile)" in lines
 
 
 def test_the_first_screen_of_the_naive_resnet50() -> None:

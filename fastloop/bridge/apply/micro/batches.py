@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.micro.gradient_check import Weighing, explain_difference, weigh_pieces
+from fastloop.bridge.apply.micro.gradient_check import TakeLoss, Weighing, explain_difference, weigh_pieces
 from fastloop.bridge.apply.micro.piece_logs import PieceLogs
-from fastloop.bridge.apply.micro.search import SizeSearch
+from fastloop.bridge.apply.micro.search import SizeSearch, Trial, measure_length
 from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
@@ -59,7 +61,6 @@ class MicroBatches:
         groups: BatchGroups | None = None,
     ) -> None:
         self.search = micro if isinstance(micro, SizeSearch) else None
-        """Still to be made."""
         self.micro = 0 if isinstance(micro, SizeSearch) else micro
         self.rung, self.strict, self.warn = rung, strict, warn
         self.found: FoundSize | None = None
@@ -123,12 +124,17 @@ class MicroBatches:
 
     def find_whole(self, batch: Any) -> Any:
         """All batches of the window, where Lightning sees only one of them."""
-        return self._came_apart[0] if self._came_apart is not None and self._came_apart[0][-1] is batch else batch
+        found = self._find_apart(batch)
+        return batch if found is None else found[0]
+
+    def _find_apart(self, batch: Any) -> tuple[Window, str] | None:
+        """That window, and why it is none to concatenate."""
+        return self._came_apart if self._came_apart is not None and self._came_apart[0][-1] is batch else None
 
     def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
         """`convert` the batch that Lightning sees, and with it all that goes with it."""
-        if (whole := self.find_whole(batch)) is not batch and self._came_apart is not None:
-            self._came_apart = Window(map(convert, whole)), self._came_apart[1]
+        if (apart := self._find_apart(batch)) is not None:
+            self._came_apart = Window(map(convert, apart[0])), apart[1]
             return self._came_apart[0][-1]
         converted = convert(batch)
         if self._joined is not None and self._joined[0] is batch:
@@ -163,7 +169,7 @@ class MicroBatches:
                     outputs.append(step(piece.batch, *more))
                     if (loss := get_loss(outputs[-1])) is not None:
                         _run_backward(strategy, trainer, module, piece.weigh(loss))
-        logs.flush(hides_rows=self.find_whole(batch) is not batch)
+        logs.flush(hides_rows=self._find_apart(batch) is not None)
         held = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -202,11 +208,13 @@ class MicroBatches:
     def _choose_pieces(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """The batch in micro-batches of the size that was asked for, or the user's batches of its window."""
         window = self._take_window(trainer, batch)
-        if self.search is not None and window is not None and len(window[0]) < window[1]:
-            self.micro = window[0][0]  # a run that was resumed inside of a window searches in the next
-            return self._cut(batch, trainer, window)
-        if self.search is not None:
+        if self.search is not None and self.found is None:
+            if window is not None and len(window[0]) < window[1]:
+                self.micro = window[0][0]  # a run that was resumed inside of a window searches in the next
+                return self._cut(batch, trainer, window)
             self._find_size(self.search, strategy, batch, window, rest)
+        elif self.search is not None and self.refused is None and self._find_apart(batch) is None:
+            self._fit_longer(self.search, strategy, batch, window, rest)
         self.apart = self.refused is not None
         if window is None:
             return self._split(strategy, trainer, batch, rest)
@@ -230,34 +238,42 @@ class MicroBatches:
 
     def _find_size(self, search: SizeSearch, strategy: Any, batch: Any, window: Any, rest: Sequence[Any]) -> None:
         """Let the first window decide what a micro-batch is; the user's own batches stay where that is the answer."""
-        self.search, step = None, strategy.lightning_module.training_step
         own, batches = (samples(batch), 1) if window is None else (window[0][0], len(window[0]))
-        keeps = self.groups is not None
-
-        def take(size: int) -> Piece:
-            return cut(batch, size, window, whole_batches=keeps)[0]
-
-        def take_loss(piece: Any) -> Any:
-            return get_loss(step(piece, *rest))
-
+        trial = self._make_trial(strategy, batch, window, rest, own or 1)
         try:
-            if self.find_whole(batch) is not batch and self._came_apart is not None:
-                raise CannotSplit(self._came_apart[1])
+            if (apart := self._find_apart(batch)) is not None:
+                raise CannotSplit(apart[1])
             if window is not None and len(set(window[0])) > 1:
                 raise CannotSplit("the first batches differ in size")
-            take(own := own or 1)
+            trial.take(trial.own)
         except CannotSplit as reason:
             # All ranks must ask each other, or none.
-            own, sizes, why = own or 1, [own or 1], f"no search: {reason}"
+            sizes, why = [trial.own], f"no search: {reason}"
             search.skip = lambda: why
         else:
-            sizes = list_sizes(own, batches)
+            sizes, search.longest = list_sizes(trial.own, batches), measure_length(batch)
         with self._one_time.span("rehearsal"):
-            self.found = search.find(strategy, sizes, own, take, take_loss, self.groups)
+            self.found = search.find(strategy, sizes, trial)
         self.micro = self.found.size
-        if self.micro == own:
+        if self.micro == trial.own:
             self.refused, self._undecided = f"your own micro-batch stays: {self.found.why}", False
             self._apart_why = self.refused
+
+    def _fit_longer(self, search: SizeSearch, strategy: Any, batch: Any, window: Any, rest: Sequence[Any]) -> None:
+        """Longer samples than those of the search may need a smaller micro-batch from here."""
+        own = (samples(batch) or 1) if window is None else window[0][0]
+        with self._one_time.span("rehearsal"):
+            found = search.fit_longer(strategy, batch, self._make_trial(strategy, batch, window, rest, own))
+        if found is not None and self.found is not None:
+            self.micro, self.found = found.size, replace(self.found, why=f"{self.found.why}; {found.why}")
+
+    def _make_trial(self, strategy: Any, batch: Any, window: Any, rest: Sequence[Any], own: int) -> Trial:
+        take = partial(cut, batch, window=window, whole_batches=self.groups is not None)
+        return Trial(own, lambda size: take(size)[0], self._make_take_loss(strategy, rest), self.groups)
+
+    def _make_take_loss(self, strategy: Any, rest: Sequence[Any]) -> TakeLoss:
+        step = strategy.lightning_module.training_step
+        return lambda batch, number: get_loss(step(batch, *self._number(rest, number)))
 
     def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """Pieces of one of the user's batches; the batch itself where its gradient is not theirs."""
@@ -284,30 +300,25 @@ class MicroBatches:
         self, strategy: Any, trainer: Any, batch: Any, pieces: Sequence[Piece], rest: Sequence[Any]
     ) -> str | None:
         """Find out what the pieces are to be weighed by; why they must not be trained on, if so."""
-        step, reason, mine = strategy.lightning_module.training_step, None, None
+        reason, mine = None, None
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
-                reason, mine = weigh_pieces(strategy, batch, pieces, lambda piece, _: get_loss(step(piece, *rest)))
+                reason, mine = weigh_pieces(strategy, batch, pieces, self._make_take_loss(strategy, rest))
         self.weighing = next((each for each in gather(trainer, mine) if each is not None), None)
         return reason
 
     def _list_own(self, batch: Any, window: tuple[Sequence[int], int]) -> tuple[list[Piece], str | None]:
         """The user's batches of a window, and why they should not be merged. None of them where a hook changed the
         merged batch so that they cannot be told apart."""
-        if self._came_apart is not None and self.find_whole(batch) is not batch:
-            batches, reason = self._came_apart
-            return [Piece(each, samples(each) or 0, 1 / window[1]) for each in batches], reason
+        if (apart := self._find_apart(batch)) is not None:
+            return [Piece(each, samples(each) or 0, 1 / window[1]) for each in apart[0]], apart[1]
         try:
             return cut_at(batch, *window), self.refused
         except CannotSplit as error:
             return [], str(error)
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
-        step = strategy.lightning_module.training_step
-
-        def take_loss(batch: Any, number: int) -> Any:
-            return get_loss(step(batch, *self._number(rest, number)))
-
+        take_loss = self._make_take_loss(strategy, rest)
         with self._one_time.span("rehearsal"):
             if merged[0].samples >= own[0].samples:
                 return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
@@ -319,10 +330,14 @@ class MicroBatches:
         """Why windows are not merged in this run, on any rank."""
         if not strategy.reduce_boolean_decision(reason is None, all=True):
             reason = reason or "another rank must not merge its first window"
-        if reason is not None and self.strict:
-            do = f"turn rungs.{self.rung} off, or turn strict off to train batch by batch"
-            raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=reason, do=do)
+        if reason is not None:
+            self._check_strict(reason, "batch by batch")
         return reason
+
+    def _check_strict(self, reason: str, otherwise: str) -> None:
+        if self.strict:
+            do = f"turn rungs.{self.rung} off, or turn strict off to train {otherwise}"
+            raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=reason, do=do) from None
 
     def _cut(self, batch: Any, trainer: Any, window: tuple[Sequence[int], int] | None) -> list[Piece]:
         try:
@@ -330,18 +345,15 @@ class MicroBatches:
                 self._check_size(batch, trainer)
             pieces = cut(batch, self.micro, window, whole_batches=self.groups is not None and window is not None)
         except CannotSplit as reason:
-            if self.strict:
-                do = f"turn rungs.{self.rung} off, or turn strict off to train with whole batches"
-                raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=str(reason), do=do) from None
+            self._check_strict(str(reason), "with whole batches")
             self.uncut, self.problem = self.uncut + 1, self.problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window[0]) / window[1]
             rows, sizes = samples(batch) or 0, window[0] if window else ()
             groups = len(sizes) if len(set(sizes)) == 1 and sum(sizes) == rows else 1
             pieces = [Piece(batch, sum(sizes) if window else rows, share, groups)]
-        merged = len(window[0]) if window else 1
         self.steps += 1
-        self.changed += len(pieces) > 1 or merged > 1
+        self.changed += len(pieces) > 1 or (window is not None and len(window[0]) > 1)
         if len(pieces) > len(self.most):
             self.most = tuple(piece.samples for piece in pieces)
         return pieces
@@ -352,8 +364,7 @@ class MicroBatches:
             return None
         if (number := trainer.fit_loop.total_batch_idx) != self._window_of:
             sizes = self.windows.sizes.popleft()
-            if self.find_whole(batch) is batch:
-                self._came_apart = None
+            self._came_apart = self._find_apart(batch)
             if self._joined is not None and self._joined[0] is not batch:
                 self._joined = None
             if self._joined is not None:

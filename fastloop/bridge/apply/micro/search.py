@@ -13,12 +13,13 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.micro.gradient_check import quiet, unwritten
-from fastloop.bridge.apply.rehearse.optimizer_twins import make_twin
+from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet, unwritten
+from fastloop.bridge.apply.rehearse.optimizer_twins import count_state_bytes
 from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
@@ -26,7 +27,7 @@ from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
-from fastloop.feeds.batch_tree import map_tensors, tensors
+from fastloop.feeds.batch_tree import map_tensors, samples, tensors
 from fastloop.feeds.splitting import Piece
 from fastloop.judge import micro_batch as judge
 from fastloop.judge.micro_batch import FoundSize
@@ -39,89 +40,112 @@ FEWER = 2
 """Sizes below the user's own that are tried where that one fits."""
 LEAST_STEPS = 100
 """Of a run that a shipped ladder lets search; it costs about ten."""
-STATE_COPIES = 2
-"""Of the parameters, in the state of an optimizer that shows nothing."""
 GIB, MUCH = 2**30, 2
 """A CUDA context takes less than so many."""
 Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
 """Switches rungs on for a while; gives what converts a batch for them."""
 
 
-class SizeSearch:
-    """Finds the micro-batch of one run, once.
+@dataclass(frozen=True)
+class Trial:
+    """What sizes are tried on: the samples of one step.
 
     Args:
-        target: share of the device's memory that may be in use.
-        whole: no size below the user's batch: BatchNorm would see other statistics.
-        quick: see `Quick`.
-        key: what else the answer depends on, for the notes of earlier runs.
-        skip: why not to search, if so.
+        own: samples of the user's batch.
+        take: a piece of so many samples.
+        take_loss: training_step's loss for a piece.
+        groups: told how many of the user's batches a piece holds; None: nobody asks.
     """
 
-    def __init__(
-        self,
-        *,
-        target: float,
-        whole: bool = False,
-        quick: Quick = lambda: nullcontext(lambda batch: batch),
-        key: object = None,
-        skip: Callable[[], str | None] = lambda: None,
-        say: Callable[[str], None] = lambda _line: None,
-        warn: Callable[[str], None] = lambda _line: None,
-    ) -> None:
-        self.target, self.whole, self.quick, self.key, self.skip = target, whole, quick, key, skip
-        self.say, self.warn = say, warn
+    own: int
+    take: Callable[[int], Piece]
+    take_loss: TakeLoss
+    groups: BatchGroups | None
 
-    def find(
-        self,
-        strategy: Any,
-        sizes: Sequence[int],
-        own: int,
-        take: Callable[[int], Piece],
-        take_loss: Callable[[Any], Any],
-        groups: BatchGroups | None,
-    ) -> FoundSize:
+
+@dataclass(kw_only=True)
+class SizeSearch:
+    """Finds the micro-batch of one run, on its first step, and a smaller one where longer samples come later."""
+
+    target: float
+    """Share of the device's memory that may be in use."""
+    whole: bool = False
+    """No size below the user's batch: BatchNorm would see other statistics."""
+    quick: Quick = lambda: nullcontext(lambda batch: batch)
+    key: object = None
+    """What else the answer depends on, for the notes of earlier runs."""
+    skip: Callable[[], str | None] = lambda: None
+    """Why not to search, if so."""
+    say: Callable[[str], None] = lambda _line: None
+    warn: Callable[[str], None] = lambda _line: None
+    longest: float = 0.0
+    """Of what was tried, as `measure_length` has it."""
+    sizes: Sequence[int] = ()
+    """From the smallest to the one that was found."""
+
+    def find(self, strategy: Any, sizes: Sequence[int], trial: Trial) -> FoundSize:
         """The size for all ranks: the smallest of those that they find, each for itself. One exchange, at the end.
 
         Args:
             sizes: to choose from, ascending.
-            own: the user's.
-            take: a piece of so many samples of the first step.
-            take_loss: training_step's loss for a batch.
 
         Raises:
             Exception: the user's own, where the device is lost by it.
         """
         trainer = strategy.lightning_module.trainer
-        run = _Run(self, strategy, sizes, own, take, take_loss, groups)
+        run = _Run(self, strategy, sizes, trial)
         mine = run.search()
-        every = gather(trainer, mine)
-        agreed = min(every, key=lambda each: each.size)
+        every, owns = zip(*gather(trainer, (mine, trial.own)), strict=True)
+        if len(set(owns)) > 1:
+            return FoundSize(size=trial.own, why=f"ranks begin with batches of other sizes: {min(owns)} to {max(owns)}")
+        agreed: FoundSize = min(every, key=lambda each: each.size)
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
                 run.play_plain([agreed.size])
         if trainer.is_global_zero and agreed.rates and run.rates:
             run.memory.keep_size(run.key, agreed.size)
+        self.sizes = [size for size in run.sizes if size <= agreed.size] or [agreed.size]
         return agreed
+
+    def fit_longer(self, strategy: Any, batch: Any, trial: Trial) -> FoundSize | None:
+        """The size for this batch and those to come, if its samples are longer than all before and need a smaller one.
+
+        It is tried before it counts, as the first step was, and on this rank alone: ranks may differ in their pieces.
+        """
+        length, most = measure_length(batch), self.sizes[-1]
+        if length <= self.longest or most == trial.own:
+            return None
+        if (samples(batch) or 0) >= most:
+            self.longest = length
+        run = _Run(self, strategy, self.sizes, trial)
+        fits = run.find_fitting()
+        if fits == most:
+            return None
+        said = f"a later batch has {length:g} numbers a sample, and micro-batches of {most} do not run"
+        if fits is None:
+            fits, do = self.sizes[0], "shorten your longest samples"
+            said += ", nor do smaller ones"
+        else:
+            do = f"write micro_batch: {fits} to begin with it"
+        self.warn(f"{said}: {fits} from here, limited {run.limit}; {do}")
+        self.sizes = [size for size in self.sizes if size <= fits]
+        return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
+
+
+def measure_length(batch: Any) -> float:
+    """Numbers in a batch for each of its samples: tokens that it is padded to, pixels."""
+    return sum(each.numel() for each in tensors(batch) if each.dim()) / (samples(batch) or 1)
 
 
 class _Run:
     """One search on one rank. No collectives."""
 
-    def __init__(
-        self,
-        search: SizeSearch,
-        strategy: Any,
-        sizes: Sequence[int],
-        own: int,
-        take: Callable[[int], Piece],
-        take_loss: Callable[[Any], Any],
-        groups: BatchGroups | None,
-    ) -> None:
-        self.given, self.strategy, self.module, self.own = search, strategy, strategy.lightning_module, own
+    def __init__(self, search: SizeSearch, strategy: Any, sizes: Sequence[int], trial: Trial) -> None:
+        self.given, self.strategy, self.module = search, strategy, strategy.lightning_module
+        self.own, self.take, self.trial = trial.own, trial.take, trial
+        own = trial.own
         self.sizes = [size for size in sizes if size >= own or not search.whole]
         self.device = strategy.root_device
-        self.take, self.take_loss, self.groups = take, take_loss, groups
         self.parameters = [each for each in self.module.parameters() if each.requires_grad]
         self.peaks: dict[int, int] = {}
         self.rates: dict[int, float] = {}
@@ -169,6 +193,21 @@ class _Run:
         timed = ", ".join(f"{size}: {rate:,.0f}" for size, rate in sorted(self.rates.items()))
         why = f"samples/s by size {timed}; the sizes are limited {self.limit}"
         return FoundSize(size=chosen, rates=dict(self.rates), why=why)
+
+    def find_fitting(self) -> int | None:
+        """The largest size that runs; None where none does, for the step to say why."""
+        try:
+            with self._ballast():
+                for size in reversed(self.sizes):
+                    self.play_plain([size])
+                    if size in self.ran:
+                        return size
+        except Exception as error:
+            let_through(error)
+            self._check_device(error)
+        finally:
+            self._give_memory_back()
+        return None
 
     def _explain_nothing(self, problem: Exception | None) -> FoundSize:
         if problem is not None and not is_out_of_memory(problem):
@@ -280,10 +319,10 @@ class _Run:
         self._synchronize()
         began = time.perf_counter()
         with (
-            nullcontext() if self.groups is None else self.groups.of(piece.groups),
+            nullcontext() if self.trial.groups is None else self.trial.groups.of(piece.groups),
             self.strategy.precision_plugin.train_step_context(),
         ):
-            loss = self.take_loss(batch)
+            loss = self.trial.take_loss(batch, 0)
             if loss is None:
                 raise NotApplicable("training_step returned no loss")
             torch.autograd.grad(loss, self.parameters, allow_unused=True)
@@ -342,19 +381,3 @@ class _Run:
             self._synchronize()
         except Exception:
             raise error from None
-
-
-def count_state_bytes(optimizer: Any) -> int:
-    """What an optimizer's state will take that is not there yet, judged by a step of its twin on a few parameters."""
-    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    whole: int = sum(each.nbytes for each in every if each not in optimizer.state)
-    if not whole:
-        return 0
-    try:
-        twin, pairs = make_twin(optimizer)
-        torch.no_grad()(twin.step)()
-    except Exception as error:  # one that wants a closure, say
-        let_through(error)
-        return STATE_COPIES * whole
-    made = sum(each.nbytes for state in twin.state.values() for each in tensors(state))
-    return int(whole * made / max(1, sum(own.nbytes for _, own in pairs)))

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.recorded_calls import Played
+from fastloop.bridge.apply.rehearse.played import Played, synchronize
+from fastloop.errors import let_through
+from fastloop.feeds.batch_tree import tensors
 
 MOST_BYTES = 256 * 2**20
 """Of the copied parameters of one optimizer: the largest ones that fit."""
 GRADIENT = 1e-3
+STATE_COPIES = 2
+"""Of the parameters, in the state of an optimizer that shows nothing."""
 
 
 def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
@@ -27,10 +31,10 @@ def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
         twin, parameters = make_twin(optimizer)
         step: Callable[[], Any] = torch.no_grad()(twin.step)
         step()
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         step()
-        _synchronize(device)
+        synchronize(device)
         played.ms += 1e3 * (time.perf_counter() - began)
         played.outputs += [own - before for before, own in parameters]
     return played
@@ -72,6 +76,17 @@ def _choose(optimizer: Any) -> list[torch.Tensor]:
     return chosen
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def count_state_bytes(optimizer: Any) -> int:
+    """What an optimizer's state will take that is not there yet, judged by a step of its twin on a few parameters."""
+    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    whole: int = sum(each.nbytes for each in every if each not in optimizer.state)
+    if not whole:
+        return 0
+    try:
+        twin, pairs = make_twin(optimizer)
+        torch.no_grad()(twin.step)()
+    except Exception as error:  # one that wants a closure, say
+        let_through(error)
+        return STATE_COPIES * whole
+    made = sum(each.nbytes for state in twin.state.values() for each in tensors(state))
+    return int(whole * made / max(1, sum(own.nbytes for _, own in pairs)))

@@ -8,17 +8,17 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
+from fastloop.bridge.apply.rehearse.played import Played, synchronize
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
-from fastloop.judge.rehearsal import Deviation
 
 MOST_CALLS = 4
 """Of one module: a discriminator is called on real and on generated samples, with other arguments each."""
@@ -174,16 +174,6 @@ def copy_value(value: Any) -> Any:
     return value.clone() if callable(getattr(value, "clone", None)) else copy.deepcopy(value)
 
 
-@dataclass
-class Played:
-    """What came of playing calls once."""
-
-    ms: float = 0.0
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of parameters by their names, and of inputs by call and place; summed over the calls."""
-
-
 class Player:
     """Plays recorded calls again.
 
@@ -238,10 +228,10 @@ class Player:
                 args, kwargs = _hand_on(made, call, [copy_value(call.args), copy_value(dict(call.kwargs))])
                 if call.is_of_batch:
                     args, kwargs = self._convert(args), self._convert(kwargs)
-                self._synchronize()
+                synchronize(self.device)
                 began = time.perf_counter()
                 self._play_one(index, call, args, kwargs, played)
-                self._synchronize()
+                synchronize(self.device)
                 played.ms += 1e3 * (time.perf_counter() - began)
                 latest = played.outputs[len(made) :]
                 made |= {(index, place): each for place, each in enumerate(latest)}
@@ -327,10 +317,6 @@ class Player:
                 for each, value in zip(parameters, before, strict=True):
                     each.copy_(value)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def _hand_on(made: Mapping[tuple[int, int], torch.Tensor], call: Call, given: Any) -> Any:
     """Arguments as this play has made them: of the type and in the memory order that they come in now."""
@@ -366,43 +352,3 @@ def _find_tensors(output: Any) -> Iterator[torch.Tensor]:
     if not found and hasattr(output, "__dict__"):
         found = list(tensors(vars(output)))
     yield from found
-
-
-def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
-    """How far the second is from the first.
-
-    Raises:
-        ValueError: they have other outputs, or outputs of other shapes.
-    """
-    shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"the outputs have different shapes: {shapes[1]} instead of {shapes[0]}")
-    names = unchanged.gradients.keys() | changed.gradients.keys()
-    pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
-    outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
-    gradients, finite = _compare(pairs)
-    return Deviation(outputs=outputs, gradients=gradients if pairs else None, finite=all_finite and finite)
-
-
-def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
-    """The norm of all differences over the norm of the first ones, and whether the second ones are finite where those
-    are. One synchronization."""
-    if not pairs:
-        return 0.0, True
-    sums: list[torch.Tensor] = []
-    for before, after in pairs:
-        first = torch.zeros_like(after) if before is None and after is not None else before
-        second = torch.zeros_like(before) if after is None and before is not None else after
-        assert first is not None and second is not None
-        a, b = first.float(), second.float()
-        whole = torch.isfinite(a)
-        broken = (whole & ~torch.isfinite(b)).any()
-        apart = torch.where(whole, b - a, 0.0).double().square().sum()
-        norm = torch.where(whole, a, 0.0).double().square().sum()
-        sums.append(torch.stack([apart, norm, broken.double()]))
-    apart, norm, broken = torch.stack(sums).sum(0).tolist()
-    if broken:
-        return float("inf"), False
-    if norm == 0:
-        return (0.0 if apart == 0 else float("inf")), True
-    return (apart / norm) ** 0.5, True

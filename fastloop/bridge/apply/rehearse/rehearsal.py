@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastloop.bridge.apply.read_precision import find_precision
+from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
-from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Played, Player, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import FastLoopError, NotApplicable, let_through
+from fastloop.errors import FastLoopError, NotApplicable, describe
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
@@ -183,7 +184,7 @@ class Rehearsal:
         except torch.cuda.OutOfMemoryError:
             fault, is_lasting = "there was not enough memory to try it", False
         except NotApplicable as error:
-            fault, is_lasting = str(error), False
+            fault, is_lasting = describe(error), False
         except Exception as error:
             # A limit may be this run's own, memory another's, and an optimizer's twin fails for reasons of its own.
             fault = _explain(error)
@@ -368,13 +369,11 @@ def gather(trainer: Any, mine: Answer) -> list[Answer]:
     return every
 
 
-def _explain(error: BaseException) -> str:
+def _explain(error: Exception) -> str:
     """What went wrong. A limit may have passed inside a compile, which makes an error of its own of it; what a signal's
     handler raised is none of ours."""
-    if (limit := _find_cause(error, (TimeLimit,))) is not None:
-        return str(limit)
-    let_through(error)
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    limit = _find_cause(error, (TimeLimit,))
+    return describe(error) if limit is None else str(limit)
 
 
 def _find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply.rehearse.budget import Terms
+from fastloop.bridge.apply.rehearse.played import synchronize
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, gather
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.call_shapes import Sizes, read_sizes
@@ -106,13 +107,13 @@ class SecondLook:
     def forward_starts(self) -> None:
         """training_step is about to be called."""
         if self._waits:
-            self._synchronize()
+            synchronize(self.site.device)
         self._began = time.perf_counter()
 
     def backward_ends(self) -> None:
         """A backward is done; the last one of a batch counts."""
         if self._waits:
-            self._synchronize()
+            synchronize(self.site.device)
         self._took_ms = 1e3 * (time.perf_counter() - self._began)
 
     # -- what is done with the batches, one after the other -------------------------------------------------------
@@ -120,10 +121,10 @@ class SecondLook:
     def _look(self) -> Batches:
         yield from self._let_pass(SETTLING)
         watched = list[Timed]()
-        self._synchronize()
+        synchronize(self.site.device)
         yield from self._note(watched, WATCHED)
         began = time.perf_counter()
-        self._synchronize()
+        synchronize(self.site.device)
         waited_ms = 1e3 * (time.perf_counter() - began) / WATCHED
         watched = [each._replace(ms=each.ms + waited_ms) for each in watched]
         suspicious = judge.is_suspicious(watched, self._promised, self._first_size)
@@ -223,10 +224,6 @@ class SecondLook:
         free, _ = torch.cuda.mem_get_info(device)
         needed = ROOM * grown * torch.cuda.max_memory_allocated(device)
         return needed <= free + torch.cuda.memory_reserved(device)
-
-    def _synchronize(self) -> None:
-        if self.site.device.type == "cuda":
-            torch.cuda.synchronize(self.site.device)
 
 
 def _count_elements(sizes: Sizes) -> int:

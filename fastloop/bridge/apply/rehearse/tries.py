@@ -8,7 +8,7 @@ from typing import Any
 
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
-from fastloop.errors import FastLoopError, let_through
+from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.judge.rehearsal import Outcome
@@ -130,9 +130,3 @@ class Tries:
         if self._rehearsal is not None:
             self._rehearsal.stop_recording()
         self._rehearsal = self._look = None
-
-
-def describe(error: Exception) -> str:
-    """One of ours, in one line."""
-    let_through(error)
-    return f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply.micro import search as micro_search
+from fastloop.bridge.apply.rehearse import optimizer_twins
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
 from tests.runs import Net, Run, batches, both, distance, run
@@ -388,16 +389,76 @@ def test_memory_is_predicted_before_it_is_taken(
         (torch.optim.AdamW, {}, 2),
         (torch.optim.SGD, {}, 0),
         (torch.optim.SGD, {"momentum": 0.9}, 1),
-        (torch.optim.LBFGS, {}, micro_search.STATE_COPIES),  # its step wants a closure
+        (torch.optim.LBFGS, {}, optimizer_twins.STATE_COPIES),  # its step wants a closure
     ],
 )
 def test_the_state_that_an_optimizer_will_have(kind: Any, options: Any, copies: int) -> None:
     model = torch.nn.Linear(100, 100)
     optimizer = kind(model.parameters(), lr=0.1, **options)
     before = [each.clone() for each in model.parameters()]
-    assert micro_search.count_state_bytes(optimizer) == pytest.approx(copies * 4 * 10_100, rel=0.01)
+    assert optimizer_twins.count_state_bytes(optimizer) == pytest.approx(copies * 4 * 10_100, rel=0.01)
     assert not optimizer.state and all(map(torch.equal, before, model.parameters()))
     if kind is torch.optim.AdamW:
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()
-        assert micro_search.count_state_bytes(optimizer) == 0, "it is there, and takes its memory already"
+        assert optimizer_twins.count_state_bytes(optimizer) == 0, "it is there, and takes its memory already"
+
+
+def pad(samples: Any) -> Any:
+    """The samples from number 32 on are three times as long."""
+    x, y, numbers = torch.utils.data.default_collate(samples)
+    return x.repeat(1, 3 if int(numbers.max()) >= 32 else 1), y, numbers
+
+
+LENGTHS: list[tuple[int, ...]] = []
+"""Of all that ran, tries as well."""
+
+
+class Padded(Keeps):
+    """Fits `most` numbers; a sample has 8 of them, or 24."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.net[1] = torch.nn.Identity()  # BatchNorm would keep the user's batch whole
+        self.most = most
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        LENGTHS.append(tuple(batch[0].shape))
+        if batch[0].numel() > self.most:
+            raise torch.OutOfMemoryError(SAYS)
+        return super().training_step([batch[0][:, :8].clone(), *batch[1:]], batch_idx)
+
+
+def fit_padded(rungs: Any, most: int) -> tuple[Run, Memory]:
+    random.seed(0)
+    numpy.random.seed(0)
+    logger, data = Memory(), batches(64, 16, collate_fn=pad)
+    LENGTHS.clear()
+    return run(rungs, data, partial(Padded, most), logger=logger, log_every_n_steps=1, max_epochs=2), logger
+
+
+@pytest.fixture
+def four(timed: dict[int, float]) -> None:
+    """Micro-batches of 4 are the fastest."""
+    timed |= {2: 4.0, 4: 1.0, 8: 8.0, 16: 16.0}
+
+
+@pytest.mark.usefixtures("four")
+def test_a_longer_batch_is_tried_once_before_it_counts() -> None:
+    """What fits leaves no trace: it is the run with the number written by hand."""
+    by_hand, ours = fit_padded({"batch": {"micro_batch": 4}}, 500), fit_padded(AUTO, 500)
+    assert ours[0].seen("batch")["micro_batch"] == 4 and list_traces(by_hand, ours) == set()
+    long = [shape for shape in LENGTHS if shape[1] == 24]
+    assert long == [(4, 24)] * (1 + 2 * 2 * 4), "one try, and four pieces of two batches of each epoch"
+
+
+@pytest.mark.usefixtures("four")
+def test_longer_samples_that_do_not_fit_take_a_smaller_size() -> None:
+    plain = fit_padded(None, 500)
+    with pytest.warns(UserWarning, match="has 26 numbers a sample, and micro-batches of 4 do not run: 2 from here, "):
+        ours = fit_padded(AUTO, 50)
+    assert ours[0].seen("batch")["micro_batch"] == 2 and ours[0].module.samples == plain[0].module.samples
+    assert "; 4 did not fit longer samples that came later" in ours[0].verdict("batch").why
+    said = "micro-batches of 2 do not run, nor do smaller ones: 1 from here, limited by memory.*shorten your longest"
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match=said):
+        fit_padded(AUTO, 23)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 
 
 class HookCalls:

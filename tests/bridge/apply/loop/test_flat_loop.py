@@ -19,9 +19,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, IterableDataset
 
-from fastloop.bridge.apply import known_loops
-from fastloop.bridge.apply.flat_loop import FlatLoop, HookCalls
-from fastloop.bridge.apply.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop import known_loops
+from fastloop.bridge.apply.loop.flat_loop import FlatLoop, HookCalls
+from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from tests import models
 from tests.rungs.fits import evidence, fit, loop, seeded
 

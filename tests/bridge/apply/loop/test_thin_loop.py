@@ -14,8 +14,8 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-from fastloop.bridge.apply import thin_loop
-from fastloop.bridge.apply.thin_loop import LateNumbers
+from fastloop.bridge.apply.loop import thin_loop
+from fastloop.bridge.apply.loop.thin_loop import LateNumbers
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, seeded
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.flat_loop import FlatLoop, HookCalls
-from fastloop.bridge.apply.known_loops import explain_unknown
+from fastloop.bridge.apply.loop.flat_loop import FlatLoop, HookCalls
+from fastloop.bridge.apply.loop.known_loops import explain_unknown
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1

@@ -1,0 +1,49 @@
+"""What a training already is: its arithmetic, what its model and optimizers have; nobody is advised what is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.watch import measurement
+from fastloop.feeds.attention import candidates as attention
+from fastloop.feeds.loss.cross_entropy import find_large
+
+
+def find_precision(trainer: Any, module: torch.nn.Module) -> str:
+    """The coarsest arithmetic that a training may use, as `parity.TAU` calls it."""
+    name = str(trainer.strategy.precision_plugin.precision)
+    if "bf16" in name or any(read_facts.read_module(module)["autocasts"]):
+        return "bf16"
+    if "16" in name or "64" in name:
+        return "fp16" if "16" in name else "fp64"
+    products, convolutions = measurement.read_tf32()
+    convolves = any(isinstance(part, torch.nn.modules.conv._ConvNd) for part in module.modules())
+    on_cuda = trainer.strategy.root_device.type == "cuda"
+    return "tf32" if on_cuda and (products or (convolutions and convolves)) else "fp32"
+
+
+def evidence(trainer: Any) -> dict[str, Any]:
+    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
+    attentions written by hand it has, and which batch transfer hooks are the user's."""
+    module = trainer.lightning_module
+    if module is None:
+        return {}
+    convolutions = [inner for inner in module.modules() if isinstance(inner, torch.nn.Conv2d)]
+    # A 1x1 kernel lies the same in both orders, and says nothing.
+    wide = [inner.weight for inner in convolutions if inner.weight.dim() == 4 and max(inner.weight.shape[2:]) > 1]
+    groups = [group for optimizer in trainer.optimizers for group in getattr(optimizer, "param_groups", [])]
+    return {
+        "compiled": any(read_facts.is_compiled(inner) for inner in module.modules()),
+        "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
+        "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
+        "convs": len(convolutions),
+        "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
+        "classes": find_large(module),
+        "transfer_hooks": [
+            hook for hook in read_facts.TRANSFER_HOOKS if read_facts.find_hook_owner(trainer, hook) is not None
+        ],
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+    }

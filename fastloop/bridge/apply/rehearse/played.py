@@ -1,0 +1,66 @@
+"""What came of running modules or optimizers once, and how far it is from what came of it another time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fastloop.judge.rehearsal import Deviation
+
+
+@dataclass
+class Played:
+    """What came of playing calls once."""
+
+    ms: float = 0.0
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of parameters by their names, and of inputs by call and place; summed over the calls."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, where it works apart from the host."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
+    """How far the second is from the first.
+
+    Raises:
+        ValueError: they have other outputs, or outputs of other shapes.
+    """
+    shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the outputs have different shapes: {shapes[1]} instead of {shapes[0]}")
+    names = unchanged.gradients.keys() | changed.gradients.keys()
+    pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
+    outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
+    gradients, finite = _compare(pairs)
+    return Deviation(outputs=outputs, gradients=gradients if pairs else None, finite=all_finite and finite)
+
+
+def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
+    """The norm of all differences over the norm of the first ones, and whether the second ones are finite where those
+    are. One synchronization."""
+    if not pairs:
+        return 0.0, True
+    sums: list[torch.Tensor] = []
+    for before, after in pairs:
+        first = torch.zeros_like(after) if before is None and after is not None else before
+        second = torch.zeros_like(before) if after is None and before is not None else after
+        assert first is not None and second is not None
+        a, b = first.float(), second.float()
+        whole = torch.isfinite(a)
+        broken = (whole & ~torch.isfinite(b)).any()
+        apart = torch.where(whole, b - a, 0.0).double().square().sum()
+        norm = torch.where(whole, a, 0.0).double().square().sum()
+        sums.append(torch.stack([apart, norm, broken.double()]))
+    apart, norm, broken = torch.stack(sums).sum(0).tolist()
+    if broken:
+        return float("inf"), False
+    if norm == 0:
+        return (0.0 if apart == 0 else float("inf")), True
+    return (apart / norm) ** 0.5, True
