@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.fit.callback import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.fit.training import ProgressLines
 from fastloop.bridge.watch.session import count_planned_steps
 
