@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
@@ -111,29 +110,13 @@ class Compile:
         return Change(
             parity="approximate",
             evaluation=True,
-            actions=(Action(keys=("model.compile",), when="model", do=partial(self._compile, targets)),),
+            actions=(Action(keys=("model.compile",), when="model", do=_Compiling(self, targets)),),
             notes=(f"compiles {names}" + (f", once for each of {len(kinds)} shapes" if kinds else ""),),
             rehearse="modules",
             pay_back=self.pay_back,
             first_call_of=kinds,
             cheaper=cheaper,
         )
-
-    def _compile(self, targets: tuple[str, ...], site: Site) -> Applied:
-        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
-
-        before, codes = dynamo_graphs.count(), dict[Any, Any]()
-        how: Any = {"mode": self.mode, "dynamic": None if self.dynamic == "auto" else self.dynamic}
-        how |= {"passes": site.graph_passes, "changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
-        calls = [CompiledCall(site.module.get_submodule(name), name, codes, **how) for name in targets]
-        for name, call in zip(targets, calls, strict=True):
-            for args, kwargs in site.recorded.get(name, ()):
-                call.note_shapes(args, kwargs)
-
-        def probe() -> Mapping[str, Any]:
-            return {**dynamo_graphs.count_since(before), **sum_up(calls), "modules": len(calls)}
-
-        return Applied(undo=put_in(calls), probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when at least one graph was captured and no module fell back to eager."""
@@ -154,3 +137,27 @@ class Compile:
             why.append("recompile limit hit: running eager from there")
         ended = evidence["limit_hit"] or evidence.get("spent")
         return Verdict(took=count > 0 and not ended, why="; ".join(why))
+
+
+@dataclass(frozen=True)
+class _Compiling:
+    """The action: compile these modules as the rung says. Equal plans have equal actions, which partials would not be."""
+
+    rung: Compile
+    targets: tuple[str, ...]
+
+    def __call__(self, site: Site) -> Applied:
+        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
+
+        before, codes = dynamo_graphs.count(), dict[Any, Any]()
+        how: Any = {"mode": self.rung.mode, "dynamic": None if self.rung.dynamic == "auto" else self.rung.dynamic}
+        how |= {"passes": site.graph_passes, "changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
+        calls = [CompiledCall(site.module.get_submodule(name), name, codes, **how) for name in self.targets]
+        for name, call in zip(self.targets, calls, strict=True):
+            for args, kwargs in site.recorded.get(name, ()):
+                call.note_shapes(args, kwargs)
+
+        def probe() -> Mapping[str, Any]:
+            return {**dynamo_graphs.count_since(before), **sum_up(calls), "modules": len(calls)}
+
+        return Applied(undo=put_in(calls), probe=probe)
