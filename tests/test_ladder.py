@@ -88,7 +88,6 @@ SITUATIONS = {
         compile_targets=("net",),
         convs=("net.0",),
         accumulate=4,
-        clip=True,
         loader=LoaderFacts(kind="DataLoader", batch_size=64, batches=100),
     ),
 }

@@ -36,7 +36,8 @@ def explain_death(seen: Measurement) -> Finding | None:
     if seen.died_of is None:
         return None
     steps = "in its first step" if not seen.total_steps else f"after {seen.total_steps:,d} steps"
-    why = f"the fit died {steps} of {seen.died_of.rstrip('.')}; the figures are of the steps before, and no rung helps with this"
+    cause = seen.died_of.rstrip(".")
+    why = f"the fit died {steps} of {cause}; the figures are of the steps before, and no rung helps with this"
     return dataclasses.replace(_make_none("DIED", why), alarm=seen.died_of)
 
 

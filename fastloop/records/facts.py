@@ -130,8 +130,6 @@ class Facts:
     """StochasticWeightAveraging is there: it runs an extra epoch with the backward switched off."""
     micro_batches: bool = False
     """Several backward passes make one optimizer step, by accumulation or by a split."""
-    clip: bool = False
-    """Gradients are clipped, by the Trainer or in ``configure_gradient_clipping``."""
     automatic_optimization: bool = True
     reload_every_n_epochs: int = 0
     val_check_interval: int | float | None = 1.0

@@ -71,7 +71,6 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         accumulation_scheduled="GradientAccumulationScheduler" in kinds,
         averages_weights_by_swa="StochasticWeightAveraging" in kinds,
         micro_batches=trainer.accumulate_grad_batches > 1,
-        clip=bool(trainer.gradient_clip_val) or overrides(module, "configure_gradient_clipping"),
         automatic_optimization=module.automatic_optimization,
         reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
         val_check_interval=_keep_number(trainer.val_check_interval),

@@ -100,7 +100,7 @@ def fingerprint(config: Config) -> str:
 
 
 def source_fingerprint(config: Config, command: Sequence[str]) -> str | None:
-    """Of the recipe's Python file, without what it imports; or of the files that a script's command line names."""
+    """Of the recipe's Python file, without the modules it imports; or of the files that a script's command names."""
     if not command:
         path = config.recipe_file
         return _sha256(path.read_bytes()) if path is not None and is_file(path) else None

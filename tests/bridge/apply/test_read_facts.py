@@ -30,7 +30,7 @@ def test_a_plain_run() -> None:
     found = facts()
     assert (found.device, found.world_size, found.local_ranks, found.strategy) == ("cpu", 1, 1, "SingleDeviceStrategy")
     assert found.plain_gradients and not found.is_ddp and found.precision == "32-true" and not found.own_precision
-    assert found.automatic_optimization and not found.resuming and not found.clip and found.accumulate == 1
+    assert found.automatic_optimization and not found.resuming and found.accumulate == 1
     assert found.batchnorms == found.convs == found.not_mean_losses == found.autocasts == found.transfer_hooks == ()
     assert found.compile_targets == ("net",) and found.loader is None and found.cpu_count >= 1
 
@@ -49,7 +49,6 @@ def test_layers_whose_sizes_the_first_batch_tells() -> None:
         ({"precision": "bf16-true"}, "precision", "bf16-true"),
         ({"accumulate_grad_batches": 3}, "accumulate", 3),
         ({"accumulate_grad_batches": 3}, "micro_batches", True),
-        ({"gradient_clip_val": 0.5}, "clip", True),
         ({"reload_dataloaders_every_n_epochs": 2}, "reload_every_n_epochs", 2),
         ({"limit_train_batches": 5}, "limit_train_batches", 5),
         ({"val_check_interval": 0.5}, "val_check_interval", 0.5),
@@ -91,7 +90,7 @@ def test_hooks_of_the_user_and_who_has_them() -> None:
     made, module = trainer(), Hooks()
     made.strategy.connect(module)
     found = read_facts.run_facts(made, made.strategy)
-    assert found.transfer_hooks == ("on_after_batch_transfer",) and found.clip
+    assert found.transfer_hooks == ("on_after_batch_transfer",)
     assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is module
     made.datamodule = data = DataHooks()  # type: ignore[attr-defined]
     assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is data
