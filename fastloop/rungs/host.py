@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
@@ -63,12 +62,11 @@ class Host:
     def plan(self, facts: Facts) -> Change:
         """Ask for either of both, once the optimizers exist."""
         refused = _explain_no_graph(facts) if self.step_graph else "step_graph is false"
-        actions = [Action(keys=("host.loop",), when="train_start", do=methodcaller("thin_loop"))]
+        actions = [Action(keys=("host.loop",), when="train_start", do=_thin_loop)]
         if self.gc_every_steps is not None:
             actions.append(Action(keys=("host.gc",), when="train_start", do=self._pace_garbage))
         if refused is None:
-            graph = methodcaller("graph_steps", self.step_graph is True)
-            actions.append(Action(keys=("host.step_graph",), when="train_start", do=graph))
+            actions.append(Action(keys=("host.step_graph",), when="train_start", do=self._graph_steps))
         if self.step_graph is True and refused:
             raise NotApplicable(f"no step graph: {refused}")
         return Change(
@@ -101,6 +99,9 @@ class Host:
         took = replays > 0 or (self.step_graph is not True and any(map(evidence.get, words)))
         return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
+    def _graph_steps(self, site: Site) -> Applied:
+        return site.graph_steps(self.step_graph is True)
+
     def _pace_garbage(self, site: Site) -> Applied:
         """Set what lives now aside for good, and look at the rest every few batches."""
         if not gc.isenabled():
@@ -128,6 +129,10 @@ class Host:
         gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
         stop = site.note_each_batch(count)
         return Applied(undo=undo, probe=lambda: {"gc_passes": seen["gc_passes"], "gc_every_steps": every})
+
+
+def _thin_loop(site: Site) -> Applied:
+    return site.thin_loop()
 
 
 def _explain_no_graph(facts: Facts) -> str | None:
