@@ -28,7 +28,7 @@ def test_a_strangers_script_is_short_and_has_never_heard_of_us(path: Path) -> No
 
 def run(*arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.first_contact", "--size", "tiny", *arguments]
-    done = subprocess.run(command, cwd=first_contact.ROOT, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(command, cwd=first_contact.ROOT, capture_output=True, text=True, timeout=280, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -45,7 +45,7 @@ def test_the_same_script_plain_and_watched() -> None:
 
 def test_what_takes_too_long_is_killed_and_said_to_be(tmp_path: Path) -> None:
     (row,) = run("--scripts", "tabular", "--arms", "watched", "--limit", "0.5", "--keep", str(tmp_path))
-    assert row["over_limit"] and row["exit_code"] is None and row["process_s"] < 60
+    assert row["over_limit"] and row["exit_code"] is None and row["process_s"] < 150
     assert not [each.pid for each in psutil.process_iter(["cwd"]) if str(tmp_path) in (each.info["cwd"] or "")]
 
 

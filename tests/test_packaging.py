@@ -34,7 +34,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProc
         env={**clean, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
 

@@ -1,7 +1,7 @@
 """Trainings with a known fault: the right name comes first, two faults are both named, a sound training gets none.
 
-`benchmarks/planted.py` holds the trainings and counts over many repeats. Here each has two tries, because whatever else
-this machine does at that moment holds a training up, too, and is named rightly.
+`benchmarks/planted.py` holds the trainings and counts over many repeats. Here each has three tries, because whatever
+else this machine does at that moment holds a training up, too, and is named rightly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tried(name: str, tries: int = 2) -> FastLoop:
+def tried(name: str, tries: int = 3) -> FastLoop:
     """A training in which the right thing was named, or the last one tried."""
     for _ in range(tries):
         loop = planted.train(planted.CPU_PLANTS[name])
@@ -76,12 +76,13 @@ def test_a_synchronisation_in_every_step_is_named_by_its_line() -> None:
 
 
 @pytest.mark.multirank
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(("kind", "expected"), [("slow", ["straggler"]), ("even", [])])
 def test_a_slow_rank_is_named_and_of_two_equal_ones_nobody(kind: str, expected: list[str], tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
-    for number in range(2):
+    for number in range(3):
         out = tmp_path / f"{number}.json"
-        python(Path(__file__).with_name("planted_ranks.py"), kind, out, cwd=tmp_path, limit_s=120)
+        python(Path(__file__).with_name("planted_ranks.py"), kind, out, cwd=tmp_path, limit_s=250)
         seen = json.loads(out.read_text())
         assert seen["ranks"] == [0, 1]
         if seen["named"][:1] == expected:

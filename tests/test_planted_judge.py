@@ -22,7 +22,7 @@ BASE_WORKERS = ("rungs.workers.enabled=true", "rungs.workers.count=2")
 BATCH = 4
 """Samples of a batch, in all of them."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
 def fastloop(place: Path, *arguments: str | Path, executed: bool = False) -> Said:
@@ -57,24 +57,31 @@ def uncorrected(place: Path, arm: str) -> list[float]:
 
 
 def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path) -> None:
-    """The parent process spends a tenth of a step more on each batch that comes from a worker."""
-    said = fastloop(
-        tmp_path,
-        "ab",
-        "--script",
-        SCRIPTS / "sleepy.py",
-        "rungs.workers.count=1",
-        "--vs",
-        "workers",
-        "--runs",
-        "3",
-        "--steps",
-        "60",
-    )
-    found, one = said.json, said.json["comparisons"][0]
+    """The parent process spends a tenth of a step more on each batch that comes from a worker.
+
+    One in twenty 95 % intervals is wrong, and a stall of the machine is longer than the plant: it has three tries.
+    """
+    for _ in range(3):
+        said = fastloop(
+            tmp_path,
+            "ab",
+            "--script",
+            SCRIPTS / "sleepy.py",
+            "rungs.workers.count=1",
+            "--vs",
+            "workers",
+            "--runs",
+            "3",
+            "--steps",
+            "60",
+            "--force",
+        )
+        found, one = said.json, said.json["comparisons"][0]
+        base, arm = (statistics.geometric_mean(stopwatch_ms(tmp_path, each)) for each in ("base", "1-"))
+        if one["verdict"] == "slower" and 0.82 < base / arm < 0.93:
+            break
     assert (said.code, one["verdict"], one["parity"]["passed"]) == (0, "slower", True), said.err
-    assert [(arm["name"], arm["active_rungs"]) for arm in found["arms"]] == [("base", []), ("workers", ["workers"])]
-    base, arm = (statistics.geometric_mean(stopwatch_ms(tmp_path, each)) for each in ("base", "1-"))
+    assert [(each["name"], each["active_rungs"]) for each in found["arms"]] == [("base", []), ("workers", ["workers"])]
     assert 0.82 < base / arm < 0.93, "the plant is there: 40 ms against 44, and the hand-over itself"
     low, high = one["ci95"]
     assert low - 0.01 < base / arm < high + 0.01 and 0.7 < low < high < 1, "one in twenty such intervals just misses"
@@ -85,9 +92,9 @@ def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path)
 def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> None:
     """While the first step takes its time, workers fill their queue; then the loader is the limit, in both arms.
 
-    One in twenty 95 % intervals is wrong, so it has two tries.
+    One in twenty 95 % intervals is wrong, so it has three tries.
     """
-    for _ in range(2):
+    for _ in range(3):
         said = fastloop(
             tmp_path,
             "ab",

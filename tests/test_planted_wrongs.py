@@ -215,7 +215,7 @@ def test_the_same_once_more_passes_every_gate(tmp_path: Path) -> None:
     gradient = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
     loss = parity.loss_gate(twins.losses(), twins.losses(), "exact", bitwise=True)
     assert (ledger.passed, gradient.passed, loss.passed) == (True, True, True), (ledger, gradient, loss)
-    assert gradient.deviation == 0 and base["deterministic"]
+    assert gradient.deviation == 0 and base["self_deviation"] == 0
     assert parity.outcome("exact", [ledger, gradient, loss]).passed
 
 

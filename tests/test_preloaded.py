@@ -120,7 +120,7 @@ def test_signals_reach_it_and_its_end_is_waited_for() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
     assert process.stdout is not None and process.stdout.readline() == b"1\n" and process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == -signal.SIGINT
+    assert process.wait(100) == -signal.SIGINT
     process.stdout.close()
 
 

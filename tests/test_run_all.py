@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -32,12 +33,12 @@ def test_what_takes_too_long_is_killed_with_all_it_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = START_ANOTHER.format(path=str(tmp_path / "pid"))
-    parts = [Part("hangs", 1, 4, ["-c", hangs]), Part("fails", 1, 60, ["-c", "print('{s}'); raise SystemExit(3)"])]
+    parts = [Part("hangs", 1, 8, ["-c", hangs]), Part("fails", 1, 60, ["-c", "print('{s}'); raise SystemExit(3)"])]
     assert run(parts, monkeypatch) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "hangs: begun" and lines[1].startswith("hangs: == killed at its limit of 4 s, ")
+    assert lines[0] == "hangs: begun" and lines[1].startswith("hangs: == killed at its limit of 8 s, ")
     assert lines[2] == "fails: 50" and lines[3].startswith("fails: == exit 3, ")
-    left, until = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    left, until = int((tmp_path / "pid").read_text()), time.monotonic() + 100
     while psutil.pid_exists(left) and psutil.Process(left).status() != "zombie":
         assert time.monotonic() < until, "the process in a session of its own goes on"
         time.sleep(0.05)
@@ -49,7 +50,11 @@ def test_what_the_budget_has_no_room_for_is_named(
     parts = [Part("large", 1000, 900, ["-c", "print(1)"]), Part("small", 10, 20, ["-c", "print(2)"])]
     assert run(parts, monkeypatch, "--budget", "100") == 0
     first, second, last, *_ = capsys.readouterr().out.splitlines()
-    assert first == "large: == left out: takes 1000 s, 100 s left" and second == "small: 2" and "exit 0" in last
+    assert (
+        re.fullmatch(r"large: == left out: takes 1000 s, (100|9\d) s left", first)
+        and second == "small: 2"
+        and "exit 0" in last
+    )
     assert [part.limit_s for part in run_all.choose(parts, "small=7,large")] == [7, 900]
     with pytest.raises(SystemExit, match="got none"):
         run_all.choose(parts, "none")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fastloop.config.layers import as_patch
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, results
 from fastloop.experiments.ab import resume as manifest
-from fastloop.experiments.ab.arms import Arm, ConfigArm
+from fastloop.experiments.ab.arms import Arm, ConfigArm, Progress
 from fastloop.experiments.ab.commit import Versus, compare_with
 from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
 from fastloop.experiments.ab.resume import BASE, refuse_others
@@ -36,8 +36,6 @@ from fastloop.records import store
 from fastloop.records.experiment import Manifest
 from fastloop.records.secrets import Scrubber, mask
 from fastloop.report.experiments import ab_report
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,15 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         KeyboardInterrupt, SystemExit: stopped; what there is stands in the directory, flagged as partial.
     """
     if asked.vs_commit is not None:
-        with compare_with(asked.vs_commit, _script_arm(asked), aa=asked.aa, say=progress) as versus:
+        if asked.script is None or asked.base is not None or asked.vs:
+            raise ConfigError(
+                got=f"--vs-commit {asked.vs_commit}",
+                why="it compares a script's working tree with that commit and takes no other base or arm",
+                do="write --script train.py and leave out --vs; key=value and --config apply to both sides",
+            )
+        both = _make_base(asked)
+        assert isinstance(both, ScriptArm)
+        with compare_with(asked.vs_commit, both, aa=asked.aa, say=progress) as versus:
             return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
     arms = _without_secrets(arms_of(asked))
     if asked.script is None:
@@ -202,60 +208,33 @@ def arms_of(asked: Request) -> list[Arm]:
         do = "write --vs amp, --vs patch.yaml or --vs key=value; or --aa for an A/A test"
         raise ConfigError(got="fastloop ab without --vs", why="there is nothing to compare the base with", do=do)
     names = _names([text or "again" for text in vs])
+    base = _make_base(asked)
+    return [base, *(_change(base, name, text) for name, text in zip(names, vs, strict=True))]
+
+
+def _make_base(asked: Request) -> Arm:
     if asked.script is not None:
-        return _script_arms(asked, vs, names)
+        if asked.base is not None:
+            do = 'write the script\'s arguments as --args "…", and a configuration without --script'
+            raise ConfigError(got=f"fastloop ab {asked.base} --script {asked.script}", why="there are two bases", do=do)
+        command = command_of(asked.script, asked.args)
+        return ScriptArm(name=BASE, command=command, more=asked.more, overrides=asked.overrides)
     if asked.base is None:
         raise ConfigError(got="fastloop ab", why="there is no base", do="write a configuration, or --script train.py")
     if asked.base.endswith(".py"):
-        again = " ".join(f"--vs {text}" for text in mask(vs))
+        again = " ".join(f"--vs {text}" for text in mask(asked.vs))
         raise ConfigError(
             got=f"fastloop ab {asked.base}",
             why="it is a script, but the base must be a configuration",
-            do=f"write fastloop ab --script {asked.base} {again}",
+            do=f"write fastloop ab --script {asked.base} {again or '--aa'}",
         )
     watched = ("watch.enabled=true", "watch.trace_steps=0")
-    job = Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *watched))
-    made: list[Arm] = [ConfigArm(name=BASE, job=job)]
-    for name, text in zip(names, vs, strict=True):
-        more, overrides = _patch(text)
-        made.append(
-            ConfigArm(
-                name=name, job=Job(conf=job.conf, more=(*job.more, *more), overrides=(*job.overrides, *overrides))
-            )
-        )
-    return made
+    return ConfigArm(name=BASE, job=Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *watched)))
 
 
-def _script_arm(asked: Request) -> ScriptArm:
-    """The script of ``--vs-commit``; key=value and --config are for both sides."""
-    if asked.script is None or asked.base is not None or asked.vs:
-        raise ConfigError(
-            got=f"--vs-commit {asked.vs_commit}",
-            why="it compares a script's working tree with that commit and takes no other base or arm",
-            do="write --script train.py and leave out --vs; key=value and --config apply to both sides",
-        )
-    command = command_of(asked.script, asked.args)
-    return ScriptArm(name=BASE, command=command, more=asked.more, overrides=asked.overrides)
-
-
-def _script_arms(asked: Request, vs: Sequence[str], names: Sequence[str]) -> list[Arm]:
-    if asked.base is not None:
-        do = 'write the script\'s arguments as --args "…", and a configuration without --script'
-        raise ConfigError(got=f"fastloop ab {asked.base} --script {asked.script}", why="there are two bases", do=do)
-    assert asked.script is not None
-    command = command_of(asked.script, asked.args)
-    made: list[Arm] = [ScriptArm(name=BASE, command=command, more=asked.more, overrides=asked.overrides)]
-    for name, text in zip(names, vs, strict=True):
-        more, overrides = _patch(text)
-        made.append(
-            ScriptArm(name=name, command=command, more=(*asked.more, *more), overrides=(*asked.overrides, *overrides))
-        )
-    return made
-
-
-def _patch(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Files, rungs and ladders at the front of a ``--vs``, and the key=value after them."""
-    files_: list[str] = []
+def _change(base: Arm, name: str, text: str) -> Arm:
+    """With the files, rungs and ladders at the front of a ``--vs``, and the key=value after them."""
+    patches: list[str] = []
     rest = text
     if text.rstrip().endswith(","):
         do = "write --vs amp,compile, without a space"
@@ -264,10 +243,10 @@ def _patch(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         first, _, after = (part.strip() for part in rest.partition(","))
         kind, patch = as_patch(rest if "=" in first else first)
         if kind == "override":
-            return tuple(files_), (patch,)
-        files_.append(patch)
+            return base.change(name, patch, more=patches)
+        patches.append(patch)
         rest = after
-    return tuple(files_), ()
+    return base.change(name, more=patches)
 
 
 def _without_secrets(arms: Sequence[Any]) -> list[Arm]:

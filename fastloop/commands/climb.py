@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from fastloop.config.layers import patch_layer
 from fastloop.config.shipped import shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine
-from fastloop.experiments.ab.arms import ConfigArm
+from fastloop.experiments.ab.arms import ConfigArm, Progress
 from fastloop.experiments.ab.results import hardware
 from fastloop.experiments.ab.resume import fingerprint, refuse_others, source_fingerprint
 from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
@@ -42,8 +42,6 @@ from fastloop.report.experiments import climb_report
 NAME, LADDER = "climb.json", "ladder.yaml"
 WRITTEN = (NAME, LADDER, "report.md", "report.html")
 ALLOW = ("changes-training",)
-
-Progress = Callable[[str], None]
 
 
 def climb(
@@ -227,12 +225,12 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
             recorder.stopped = climb.climb()
             complete = True
         except Spent as spent:
-            recorder.stopped, complete = f"budget used up before: {spent.what}", False
+            recorder.stopped, complete = f"the rest of the budget is too short for {spent.what}", False
         try:
             recorder.confirmed = climb.confirm() if climb.costs is not None else None
             recorder.partial = not complete and recorder.confirmed is None
         except Spent as spent:
-            recorder.stopped += f"; left: {spent.what}"
+            recorder.stopped += f"; still to do: {spent.what}"
     except BaseFailed as base:
         raise _end_without_base(recorder, climb, base) from None
     except BaseException as error:

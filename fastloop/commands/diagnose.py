@@ -190,8 +190,7 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
     if trial.ok and isinstance(trial.answer, FlopCounts):
         return add_work(seen, flops=store.to_json(trial.answer))
     if trial.ok and isinstance(trial.answer, DeviceRates):
-        rates = trial.answer
-        return add_work(seen, gemm_tflop_per_s=rates.gemm_tflop_per_s, copy_tb_per_s=rates.copy_tb_per_s)
+        return add_work(seen, rates=trial.answer)
     return seen
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +19,7 @@ from fastloop.commands.console import Answer
 from fastloop.config.loading import Config
 from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
+from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.trials.failures import failed, writing
 from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
@@ -40,8 +41,6 @@ FREE = {
     "no_exchange": "data and the exchange were free",
 }
 FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "data and exchange"}
-
-Progress = Callable[[str], None]
 
 
 # -- ``headspace.json``; None = not known ------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuReading:
     processes = ask_nvml(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
     return GpuReading(
         index=index,
-        name=ask_nvml(lambda: _decoded(nvml.nvmlDeviceGetName(device))),
+        name=ask_nvml(lambda: nvml.nvmlDeviceGetName(device)),
         memory_total_bytes=None if memory is None else memory.total,
         memory_used_bytes=None if memory is None else memory.used,
         driver=driver,
@@ -308,12 +308,7 @@ def ask_nvml(question: Callable[[], Reading]) -> Reading | None:
 
 def ask_driver(nvml: Any) -> str | None:
     """The driver's version."""
-    return ask_nvml(lambda: _decoded(nvml.nvmlSystemGetDriverVersion()))
-
-
-def _decoded(text: str | bytes) -> str:
-    """Old releases of nvidia-ml-py return bytes."""
-    return text.decode() if isinstance(text, bytes) else text
+    return ask_nvml(lambda: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def is_ours(pid: int, environ: Mapping[str, str]) -> bool:

@@ -17,6 +17,8 @@ def explain_no_regrouping(facts: Facts) -> str | None:
         return "manual optimization: the module runs its own backward passes"
     if not facts.plain_gradients:
         return f"{facts.strategy} keeps gradients of its own; only one device and DDP are supported"
+    if facts.static_graph:
+        return "static_graph with several backward passes per step fails inside DDP; turn it off"
     if facts.accumulation_scheduled:
         return "a GradientAccumulationScheduler changes the accumulation during training; it wins"
     if facts.averages_weights_by_swa:

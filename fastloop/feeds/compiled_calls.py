@@ -192,11 +192,7 @@ class CompiledCall:
             holder, name = self._holders.get(way, (tensors, way))
             if (now := holder.get(name)) is None:  # then no graph that holds it fits this call
                 continue
-            seen = self._seen.get(way)
-            try:
-                version = now._version
-            except RuntimeError:  # one that was made in inference mode does not count
-                version = -1
+            seen, version = self._seen.get(way), _count_changes([now])
             if seen is not None and seen[0] is now and seen[1] == version and seen[2] == now.data_ptr():
                 continue
             if now.dtype != copy.dtype or now.device != copy.device or not torch.equal(now, copy):

@@ -76,6 +76,9 @@ class StandInDataset(Disguised):
     def __getitem__(self, index: Any) -> Any:
         return self.inner[index]
 
+    def __getitems__(self, indices: Any) -> Any:
+        return [self[index] for index in indices]
+
     def __reduce__(self) -> Any:
         return type(self), tuple(getattr(self, name) for name in self._OWN)
 

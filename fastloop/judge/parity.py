@@ -260,14 +260,13 @@ def _first_wrong(losses: Sequence[float | None]) -> int | None:
 
 def _end(losses: Sequence[float | None]) -> float:
     """The mean over the last fifth."""
-    last = [loss for loss in losses[-max(1, len(losses) // 5) :] if loss is not None]
-    return math.fsum(last) / len(last)
+    return statistics.fmean(loss for loss in losses[-max(1, len(losses) // 5) :] if loss is not None)
 
 
 def _band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
     """The interval of the mean gap against the band. All figures in percent of the base's loss."""
     gaps = [right - left for left, right in zip(base, arm, strict=True)]
-    level = math.fsum(base) / len(base)
+    level = statistics.fmean(base)
     interval = mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
     if interval is None:
         return _gate(
@@ -276,8 +275,7 @@ def _band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
             f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm, and it takes"
             f" {FEWEST_RUNS} to tell a change from a difference between seeds",
         )
-    spread = math.sqrt(math.fsum((loss - level) ** 2 for loss in base) / (len(base) - 1))
-    band = max(SEED_SHARE * spread, LOSS_SHARE * abs(level))
+    band = max(SEED_SHARE * statistics.stdev(base), LOSS_SHARE * abs(level))
     low, high = interval
     percent = 100 / abs(level) if level else math.nan
     seen: dict[str, Any] = {

@@ -179,7 +179,7 @@ def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | N
     low, high = (f"{bound:.{digits}f}" if bound < WIDE else f"{bound:.3g}" for bound in ci95)
     level = f"{100 * (1 - alpha):.4g} % interval"
     if verdict == "inconclusive":
-        return f"anything from {low}x to {high}x, {level}, {count}"
+        return f"anything from {low}x to {high}x is possible ({level}, {count})"
     return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
 
 
@@ -188,7 +188,7 @@ def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:
         return f", entirely within {band_pct:g} % of 1"
     if verdict == "inconclusive" and mde is not None:
         return (
-            f": too few or too noisy, this many runs show a difference from {mde:.1f} % on;"
+            f": too few or too noisy to show a difference below {mde:.1f} %;"
             " repeat it with more --runs, or on a quiet machine"
         )
     return ""

@@ -117,6 +117,8 @@ class Facts:
     is_ddp: bool = False
     plain_gradients: bool = True
     """Whole gradients live in ``parameter.grad`` (one device or DDP), not in shards or an engine of the strategy's."""
+    static_graph: bool = False
+    """The user told DDP that all steps have one graph; it then fails where a step has several backward passes."""
     precision: str = "32-true"
     own_precision: bool = False
     """The user chose a precision or a precision plugin."""
@@ -128,8 +130,6 @@ class Facts:
     """StochasticWeightAveraging is there: it runs an extra epoch with the backward switched off."""
     micro_batches: bool = False
     """Several backward passes make one optimizer step, by accumulation or by a split."""
-    clip: bool = False
-    """Gradients are clipped, by the Trainer or in ``configure_gradient_clipping``."""
     automatic_optimization: bool = True
     reload_every_n_epochs: int = 0
     val_check_interval: int | float | None = 1.0
@@ -173,6 +173,10 @@ class Facts:
     """Inner modules of a class that repeats in a list of layers; those of the same shapes stand together."""
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
+    refused_losses: tuple[str, ...] = ()
+    """Modules and methods that take `binary_cross_entropy`, which torch refuses under autocast on CUDA."""
+    handles_grads: tuple[str, ...] = ()
+    """Methods that read or clip gradients themselves, where a loss scaler has not unscaled them yet."""
     grad_hooks: bool = False
     """Parameters carry post-accumulate hooks (an optimizer inside the backward, for instance)."""
     user_comm_hook: bool = False

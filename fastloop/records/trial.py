@@ -32,10 +32,14 @@ class FlopCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What this GPU does, measured here and now."""
+    """What a GPU does, measured; None: could not be."""
 
     gemm_tflop_per_s: float | None = None
+    """bf16 product of two square matrices, 2 n^3 operations."""
     copy_tb_per_s: float | None = None
+    """Copy from device memory to device memory: bytes read plus bytes written."""
+    gemm_size: int | None = None
+    """n; under 8192 where memory was short, and then perhaps less than the device can do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +105,6 @@ class LoaderCount:
 class LoaderAnswer:
     """What a trial of the loader alone found out."""
 
-    samples_per_s: float | None = None
-    """All ranks together."""
-    ms_per_batch: float | None = None
     ms_per_step: float | None = None
     workers: int | None = None
     queue_drained: bool = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
@@ -21,17 +22,6 @@ from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu, precision
-
-DTYPES = {
-    "bf16-mixed": "torch.bfloat16",
-    "16-mixed": "torch.float16",
-    "bf16-true": "torch.bfloat16",
-    "16-true": "torch.float16",
-}
-TRUE_NOTES = {
-    "bf16-true": "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them",
-    "16-true": "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them",
-}
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
@@ -49,6 +39,11 @@ CARD = Card(
     variants=_variants,
     plan_shows_refusal=True,
     owns_trainer_keys={"precision": "mode"},
+    explains=dict.fromkeys(
+        ("BFloat16", "c10::Half", "scalar type", "same dtype", "dtypes match", "unsafe to autocast"),
+        "under rungs.amp layers return 16-bit numbers: call .float() on them there, name that method or module in"
+        " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
+    ),
 )
 """What other files know of this rung."""
 
@@ -61,7 +56,6 @@ class Amp:
     mode: Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "tf32"] = "bf16-mixed"
     keep_fp32: tuple[str, ...] = ()
     """Modules and methods of the LightningModule that mixed precision leaves in float32, such as compute_loss."""
-
     cache_weights: bool = False
     """Round each weight once in a training_step under mixed precision, not at each use: for cells called in a loop."""
 
@@ -78,11 +72,21 @@ class Amp:
             raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
+        if is_mixed and facts.device == "cuda" and (refused := set(facts.refused_losses) - set(self.keep_fp32)):
+            raise NotApplicable(
+                f"{min(refused)} computes binary_cross_entropy, which torch refuses under autocast: write"
+                " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
+            )
+        if self.mode == "16-mixed" and facts.handles_grads:
+            raise NotApplicable(f"{facts.handles_grads[0]} takes gradients that 16-mixed has scaled; use bf16-mixed")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
-        notes = [] if is_mixed else [TRUE_NOTES[self.mode]]
-        if not is_mixed and facts.micro_batches:
-            notes.append("the gradients of the micro-batches are summed in 16 bits")
+        notes: list[str] = []
+        if not is_mixed:
+            kind, most = ("bfloat16", 256) if "bf16" in self.mode else ("float16", 2048)
+            lost = f"weights are {kind}, too: updates below 1/{most} of a weight are lost"
+            notes.append(f"{lost}; {self.mode.replace('true', 'mixed')} keeps them")
+            notes += ["the gradients of the micro-batches are summed in 16 bits"] if facts.micro_batches else []
         if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
             notes.append(f"{facts.device_name} only emulates bfloat16: slower; use 16-mixed")
         return Change(
@@ -123,12 +127,8 @@ class Amp:
             raise NotApplicable(f"tf32 needs CUDA; this run is on {facts.device}")
         if (facts.compute_capability or (8, 0)) < (8, 0):
             raise NotApplicable(f"{facts.device_name} has no TF32 (compute capability 8.0 and later have)")
-        return Change(
-            actions=(Action(keys=("torch.matmul_precision",), when="model", do=_allow_tf32),),
-            parity="approximate",
-            evaluation=True,
-            rehearse="modules",
-        )
+        action = Action(keys=("torch.matmul_precision",), when="model", do=_allow_tf32)
+        return Change(actions=(action,), parity="approximate", evaluation=True, rehearse="modules")
 
     def verify(self, seen: Measurement) -> Verdict:
         """Taken when a matrix product inside the user's training_step had the planned dtype."""
@@ -136,8 +136,7 @@ class Amp:
         if self.mode == "tf32":
             found = evidence.get("matmul_precision")
             return Verdict(took=None if found is None else found == "high", why=f"float32 matmul precision was {found}")
-        dtype = evidence.get("dtype")
-        if dtype is None:
+        if (dtype := evidence.get("dtype")) is None:
             return Verdict(took=None, why="no training_step ran")
         why = f"matrix products in training_step ran in {dtype}"
         if evidence.get("cudnn_attention") is False:
@@ -146,7 +145,7 @@ class Amp:
             why += f"; kept in float32, but never called: {', '.join(never)}"
         elif self.keep_fp32:
             why += f", those of {', '.join(self.keep_fp32)} in torch.float32"
-        return Verdict(took=dtype == DTYPES[self.mode], why=why)
+        return Verdict(took=dtype == ("torch.bfloat16" if "bf16" in self.mode else "torch.float16"), why=why)
 
 
 def _allow_tf32(_site: Site | None) -> Applied:
@@ -157,8 +156,5 @@ def _allow_tf32(_site: Site | None) -> Applied:
     if before != "highest":
         raise NotApplicable(f"float32 matmul precision is already {before!r}; your choice stands")
     torch.set_float32_matmul_precision("high")
-
-    def probe() -> Mapping[str, Any]:
-        return {"matmul_precision": torch.get_float32_matmul_precision()}
-
-    return Applied(undo=lambda: torch.set_float32_matmul_precision(before), probe=probe)
+    undo = partial(torch.set_float32_matmul_precision, before)
+    return Applied(undo=undo, probe=lambda: {"matmul_precision": torch.get_float32_matmul_precision()})

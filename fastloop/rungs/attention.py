@@ -21,12 +21,13 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import attends_by_hand, on_gpu
 
-ORDERS = {
-    "flash": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
-    "cudnn": ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
-    "efficient": ("EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION", "MATH"),
+KERNELS = {
+    "FLASH_ATTENTION": "flash",
+    "CUDNN_ATTENTION": "cudnn",
+    "EFFICIENT_ATTENTION": "mem_efficient",
+    "MATH": "math",
 }
-"""Kernels by what is asked for, the first that takes the call runs: not every one takes masks, or every head width."""
+"""torch's names for each; the first that takes the call runs: not every one takes masks, or every head width."""
 
 CARD = Card(
     family="compute",
@@ -140,12 +141,7 @@ def _order(backend: str) -> Any:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    flags: Any = torch.backends.cuda
-    is_on = {
-        "FLASH_ATTENTION": flags.flash_sdp_enabled(),
-        "CUDNN_ATTENTION": flags.cudnn_sdp_enabled(),
-        "EFFICIENT_ATTENTION": flags.mem_efficient_sdp_enabled(),
-        "MATH": flags.math_sdp_enabled(),
-    }
-    with sdpa_kernel([getattr(SDPBackend, name) for name in ORDERS[backend] if is_on[name]], set_priority=True):
+    on = [name for name, flag in KERNELS.items() if getattr(torch.backends.cuda, f"{flag}_sdp_enabled")()]
+    first = sorted(on, key=lambda name: not name.startswith(backend.upper()))
+    with sdpa_kernel([getattr(SDPBackend, name) for name in first], set_priority=True):
         yield

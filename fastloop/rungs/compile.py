@@ -141,7 +141,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class _Compiling:
-    """The action: compile these modules as the rung says."""
+    """The action: compile these modules as the rung says. A `partial` would not do: equal plans have equal actions."""
 
     rung: Compile
     targets: tuple[str, ...]

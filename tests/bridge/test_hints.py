@@ -66,6 +66,30 @@ def test_detached_gradients_name_the_setting() -> None:  # R2
     assert hint(error.value, module(), ["amp"]) is None, "a rung that is off is to blame for nothing"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda short: torch.ones(2, 2) @ short,
+        lambda short: torch.ones(2, 2).index_put_((torch.tensor([0]),), short[:1]),
+        lambda short: torch.ones(2, 2).index_copy_(0, torch.tensor([0, 1]), short),
+        lambda short: torch.nn.functional.linear(short, torch.ones(2, 2)),
+    ],
+)
+def test_numbers_of_an_unexpected_type_name_the_rung_that_made_them(use: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError) as error:  # torch's own words, in this version
+        use(torch.ones(2, 2, dtype=dtype))
+    line = hint(error.value, module(), ["amp"])
+    assert line is not None and "rungs.amp.keep_fp32" in line and line.endswith("write rungs.amp.enabled: false")
+    assert hint(error.value, module(), ["compile"]) is None
+
+
+def test_bfloat16_that_numpy_does_not_know_names_its_rung() -> None:
+    with pytest.raises(TypeError) as error:
+        torch.ones(1, dtype=torch.bfloat16).numpy()
+    assert "call .float()" in (hint(error.value, module(), ["amp"]) or "")
+
+
 def test_what_failed_in_a_compiled_backward_names_its_rung() -> None:
     def as_it_is(graph: Any, _inputs: Any) -> Any:
         return make_boxed_func(graph.forward)

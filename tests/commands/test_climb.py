@@ -196,7 +196,7 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     answer = asked(out="a")
     found = content(answer)
     assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
-    assert "budget used up" in found["stopped"] and "--resume a" in found["stopped"]
+    assert "budget is too short" in found["stopped"] and "--resume a" in found["stopped"]
     assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
     assert found["stack"]["rungs"] == {} and "USE" not in answer.text, "there is nothing to add"
     assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": found["stack"]["rungs"]}
@@ -208,7 +208,7 @@ def test_resumed_calls_end_where_one_long_call_ends(pretend: Callable[..., Any],
     runners = pretend(runs=5)
     answer = asked(out="a")
     for _ in range(30):
-        if "budget used up" not in content(answer)["stopped"]:
+        if "budget is too short" not in content(answer)["stopped"]:
             break
         answer = asked(resume="a")
     found = content(answer)
@@ -227,13 +227,13 @@ def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[.
     runners = pretend(lab_class=Soon)
     found = content(asked(out="a"))
     assert runners[0].confirmed == [] and found["confirmed"] is None and found["partial"] is True
-    assert found["stopped"].endswith("; left: the confirmation, about 12 min; continue with --resume a")
+    assert found["stopped"].endswith("; still to do: the confirmation, about 12 min; continue with --resume a")
     assert "no remaining rung" in found["stopped"]
     cut = pretend(lab_class=Soon, runs=12)
     found = content(asked(out="b"))
     assert cut[0].confirmed == [] and found["stack"]["rungs"]
-    assert found["stopped"].startswith("budget used up before: ")
-    assert "; left: the confirmation, about 12 min; continue with --resume b" in found["stopped"]
+    assert found["stopped"].startswith("the rest of the budget is too short for ")
+    assert "; still to do: the confirmation, about 12 min; continue with --resume b" in found["stopped"]
 
 
 def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callable[..., Any]) -> None:

@@ -48,7 +48,7 @@ def test_a_file_is_tried_and_not_left_behind(tmp_path: Path) -> None:
 def test_what_is_printed_by_anybody_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with console.stdout_to_stderr():
         os.write(1, b"a library's\n")
-        subprocess.run([sys.executable, "-c", "print('a child')"], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", "print('a child')"], check=True, timeout=200)
     os.write(1, b"after\n")
     out, err = capfd.readouterr()
     assert out == "after\n" and "a library's" in err and "a child" in err
@@ -65,7 +65,7 @@ def test_signals_end_the_program_and_are_remembered() -> None:
         "    except (KeyboardInterrupt, SystemExit) as error:\n"
         "        print(type(error).__name__, received[-1] == number)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.splitlines() == ["KeyboardInterrupt True", "SystemExit True", "SystemExit True"]
 
 

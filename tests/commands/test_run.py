@@ -88,7 +88,8 @@ def test_a_run_with_rungs_says_what_took(fastloop: CommandLine) -> None:
     assert took == {"workers": True, "pin": False, "batch": True, "amp": True}
     line = next(line for line in said.err.splitlines() if line.startswith("TOOK"))
     assert line.startswith("TOOK     [approximate] workers (1 live worker")
-    assert "INACTIVE needs CUDA (pin)" in said.err and said.json["plan"]["parity_class"] == "approximate"
+    assert re.search(r"^INACTIVE needs CUDA.* \(pin\)$", said.err, re.M)
+    assert said.json["plan"]["parity_class"] == "approximate"
 
 
 @pytest.mark.short
@@ -397,8 +398,8 @@ def stopped(sent: signal.Signals, folder: Path, *more: str, group: bool = False)
         all_of_them = family(process)
         begun = time.monotonic()
         (os.killpg if group else os.kill)(process.pid, sent)
-        code = process.wait(20)
-        wait_for(lambda: not alive(all_of_them), 10)
+        code = process.wait(100)
+        wait_for(lambda: not alive(all_of_them))
         spent = time.monotonic() - begun
     assert len(all_of_them) > (1 if more else 0), "there was nothing to take along"
     return code, spent, (folder / "err").read_text()
@@ -407,7 +408,7 @@ def stopped(sent: signal.Signals, folder: Path, *more: str, group: bool = False)
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "kill"])
 def test_ctrl_c(group: bool, tmp_path: Path) -> None:
     code, spent, err = stopped(signal.SIGINT, tmp_path, "recipe.workers=2", group=group)
-    assert code == 130 and spent < 10, err
+    assert code == 130 and spent < 50, err
     # Python says what it dropped in a destructor, and torch's workers how they lost their connection, even afterwards.
     assert [line for line in err.splitlines() if line.startswith("fastloop")] == [f"fastloop: interrupted{PARTIAL}"]
     assert read(tmp_path / "a", "measurement.json")["partial"] is True
@@ -416,14 +417,14 @@ def test_ctrl_c(group: bool, tmp_path: Path) -> None:
 
 def test_sigterm(tmp_path: Path) -> None:
     code, spent, err = stopped(signal.SIGTERM, tmp_path, "recipe.workers=2")
-    assert code == 143 and spent < 10, err
+    assert code == 143 and spent < 50, err
     assert [line for line in err.splitlines() if line.startswith("fastloop")] == [f"fastloop: terminated{PARTIAL}"]
     assert read(tmp_path / "a", "measurement.json")["partial"] is True
 
 
 def test_sigterm_while_a_step_hangs(tmp_path: Path) -> None:
     code, spent, err = stopped(signal.SIGTERM, tmp_path, "recipe.workers=1", "recipe.does=hang")
-    assert code == 143 and 2 < spent < 10, err
+    assert code == 143 and 2 < spent < 50, err
     seen = read(tmp_path / "a", "measurement.json")
     assert seen["partial"] is True and seen["total_steps"] == 22
 
@@ -435,7 +436,7 @@ def test_stopped_before_it_began(sent: signal.Signals, code: int, tmp_path: Path
         wait_for((tmp_path / "mark").is_file)
         assert (tmp_path / "fastloop-runs").is_dir()
         process.send_signal(sent)
-        assert process.wait(10) == code
+        assert process.wait(100) == code
     assert (tmp_path / "err").read_text() in ("fastloop: interrupted\n", "fastloop: terminated\n")
     assert not (tmp_path / "fastloop-runs").exists()
 
@@ -468,7 +469,7 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.multirank
 def test_two_ranks_are_terminated(tmp_path: Path) -> None:
     code, spent, err = stopped(signal.SIGTERM, tmp_path, "run.devices=2")
-    assert code == 143 and spent < 12, err
+    assert code == 143 and spent < 50, err
     assert err.count("fastloop: terminated") == 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastloop.commands import torch_probe
+from fastloop.experiments.trials import supervise
 
 HANG = "import time; time.sleep(60)"
 
@@ -64,7 +65,9 @@ def test_noise_before_the_answer_is_no_trouble() -> None:
 def test_nothing_outlives_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child's own children too, though they hold its pipes open."""
     pid_file = tmp_path / "pid"
-    monkeypatch.setattr(torch_probe, "TORCH_LIMIT_S", 3)
+    monkeypatch.setattr(torch_probe, "TORCH_LIMIT_S", 1)
+    wait = supervise._wait
+    monkeypatch.setattr(supervise, "_wait", lambda *given: written_pid(pid_file) and wait(*given))
     monkeypatch.setattr(
         torch_probe,
         "TORCH_QUESTION",
@@ -74,8 +77,8 @@ def test_nothing_outlives_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     start = time.monotonic()
     trouble = torch_probe.torch_probe().trouble
-    assert time.monotonic() - start < 10
-    assert trouble == "no answer within 3 s: still loading"
+    assert time.monotonic() - start < 50
+    assert trouble == "no answer within 1 s: still loading"
     assert gone(written_pid(pid_file))
 
 
@@ -100,7 +103,7 @@ def test_a_child_whose_parent_was_killed_ends_by_itself(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            f"from fastloop.commands import torch_probe; torch_probe._answer_of_child({child!r}, limit_s=4)",
+            f"from fastloop.commands import torch_probe; torch_probe._answer_of_child({child!r}, limit_s=100)",
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )

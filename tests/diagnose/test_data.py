@@ -138,7 +138,7 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
         ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 0.3}}, False),
         ({"step": 1.5, "wait": 0.3, "device": "cuda"}, True),
         ({"step": 6.0, "wait": 0.9, "crowded": True}, False),
-        ({"step": 6.0, "wait": 3.1, "crowded": True}, True),
+        ({"step": 6.0, "wait": 3.6, "crowded": True}, True),
     ],
     ids=[
         *("fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu", "unknown_on_a_gpu"),

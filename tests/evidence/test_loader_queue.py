@@ -50,7 +50,7 @@ def held_loader() -> Iterator[tuple[Any, Callable[..., None]]]:
 
 
 def wait_for(owed: int, iterator: Any) -> int | None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 100
     while (found := batches_owed(iterator)) != owed and time.monotonic() < end:
         time.sleep(0.02)
     return found

@@ -122,7 +122,7 @@ def test_two_that_make_the_same_at_once_both_get_it(sources, cache):
 
     def make(draft: Path) -> None:
         (draft / "file").write_text("same")
-        both_made.wait(timeout=10)
+        both_made.wait(timeout=100)
 
     makers = [threading.Thread(target=lambda: places.append(sources.publish("race", make))) for _ in range(2)]
     for maker in makers:

@@ -51,6 +51,19 @@ class Autocasting(models.Regression):
             {"plain_gradients": False, "strategy": "FSDPStrategy"},
             "FSDPStrategy has its own precision handling; write Trainer(precision=…) instead",
         ),
+        ("bf16-mixed", {"refused_losses": ("criterion",)}, {"precision.plugin": "bf16-mixed"}),
+        (
+            "bf16-mixed",
+            {"refused_losses": ("criterion", "training_step"), "device": "cuda", "compute_capability": (9, 0)},
+            "criterion computes binary_cross_entropy, which torch refuses under autocast: write"
+            " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32",
+        ),
+        (
+            "16-mixed",
+            {"handles_grads": ("Net.training_step",)},
+            "Net.training_step takes gradients that 16-mixed has scaled; use bf16-mixed",
+        ),
+        ("bf16-mixed", {"handles_grads": ("Net.training_step",)}, {"precision.plugin": "bf16-mixed"}),
         ("bf16-mixed", {"device": "mps"}, "mixed precision is not tested on mps"),
         ("tf32", {}, "tf32 needs CUDA; this run is on cpu"),
         (
@@ -74,6 +87,12 @@ def test_plan(mode: Any, facts: dict[str, Any], wants: dict[str, str] | str) -> 
     assert [key for action in change.actions for key in action.keys] == ([] if wants else ["torch.matmul_precision"])
     assert [action.when for action in change.actions] == ["model"]
     assert dict(change.facts) == ({"precision": mode} if wants else {})
+
+
+def test_a_loss_that_autocast_refuses_may_be_kept_in_float32() -> None:
+    rung = Amp(enabled=True, keep_fp32=("criterion",))
+    facts = Facts(device="cuda", compute_capability=(9, 0), refused_losses=("criterion",))
+    assert dict(rung.plan(facts).wants) == {"precision.plugin": "bf16-mixed"}
 
 
 def test_an_emulating_gpu_is_noted() -> None:
@@ -223,6 +242,32 @@ def test_the_users_precision_stands(module: Any, settings: dict[str, Any], reaso
     assert verdict(watcher, "amp").took is False
     assert verdict(watcher, "amp").why == reason
     assert str(trainer.precision_plugin.precision) == settings.get("precision", "16-mixed" if settings else "32-true")
+
+
+class ByHand(models.Regression):
+    """Clips gradients itself: scaled ones would be clipped to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def test_scaled_gradients_are_not_clipped_by_hand() -> None:
+    watcher, _ = fit(FP16, by_hand := seeded(ByHand))
+    assert (
+        verdict(watcher, "amp").why == "ByHand.training_step takes gradients that 16-mixed has scaled; use bf16-mixed"
+    )
+    _, _ = fit(None, plain := seeded(ByHand))
+    assert by_hand.losses == plain.losses
+    watcher, _ = fit(BF16, seeded(ByHand))
+    assert verdict(watcher, "amp").took
 
 
 def test_tf32_on_the_cpu_is_skipped() -> None:

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -27,6 +27,7 @@ from fastloop.feeds.cache.wanted import KeptSamples
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.cache import Cache
+from tests.commands.command_line import wait_for
 from tests.feeds.cache.pictures import Arrays, folder
 from tests.feeds.cache.redis_server import Server
 from tests.runs import Net, batches, both, distance, run
@@ -290,6 +291,13 @@ CRASH = """
 """
 
 
+def list_workers(folder: Path) -> list[int]:
+    """Processes that were forked from the program above."""
+    processes = psutil.process_iter(["cmdline", "status"])
+    live = [each for each in processes if each.info["status"] != psutil.STATUS_ZOMBIE]
+    return [each.pid for each in live if str(folder) in (each.info["cmdline"] or ())]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["shm", "disk"])
 def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path: Path) -> None:
@@ -298,9 +306,10 @@ def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert killed.stdout is not None and "epoch\n" in iter(killed.stdout.readline, "")
     assert (tmp_path / "shm").exists() == (store == "shm"), "the fault fired"
+    assert killed.pid in list_workers(tmp_path)
     killed.send_signal(signal.SIGKILL)
-    killed.wait(20)
-    time.sleep(6)  # torch's workers look for their parent every five seconds
+    killed.wait(100)
+    wait_for(lambda: not list_workers(tmp_path))  # they look for their parent every five seconds
     ours = run({"cache": {"store": store}}, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
     assert ours.seen("cache")["misses"] == (12 if store == "shm" else 0)
     killed.stdout.close()

@@ -53,7 +53,7 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
-    python(Path(__file__).with_name("overlap_ranks.py"), cwd=folder, limit_s=120)
+    python(Path(__file__).with_name("overlap_ranks.py"), cwd=folder, limit_s=250)
     return Ranks(folder)
 
 

@@ -30,7 +30,7 @@ from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import map_tensors, tensors, walk_tensors
 from fastloop.feeds.splitting import get_loss
-from fastloop.feeds.step_graph.recording import CudaRecorder, Recorder
+from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
 from fastloop.judge import rehearsal as judge
 from fastloop.records.plan import Undo
@@ -55,7 +55,7 @@ class GraphedSteps:
         one_time: the ledger of costs that are none of a step's.
     """
 
-    make_recorder: Callable[[torch.device], Recorder] = CudaRecorder
+    make_recorder: Callable[[torch.device], CudaRecorder] = CudaRecorder
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class GraphedSteps:
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
 
-    def _time(self, recorder: Recorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
+    def _time(self, recorder: CudaRecorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
         recorder.wait()
         began = time.perf_counter()
         made, gradients = play()

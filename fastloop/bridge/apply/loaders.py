@@ -65,7 +65,6 @@ class TrainLoaders:
         self._keeps_theirs, self._kept = False, False
         self._leaves, self._epoch = 0, -1
         self._plain_sizes: tuple[int, int] | None = None
-        self.staging.looks_for_pinned = True
         undo("loaders", self._give_back)
 
     @property
@@ -249,17 +248,13 @@ class TrainLoaders:
 
     def list_probes(self) -> list[tuple[str, Callable[[], Mapping[str, Any]]]]:
         """What the loaders can show of a setting, by its key."""
-        staging = self.staging
-        workers = ("loader.num_workers", self._count_workers)
-        checked = ("loader.engine", lambda: self._checked)
-        made = [(key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")]
         return [
-            workers,
+            ("loader.num_workers", self._count_workers),
             ("loader.persistent_workers", self._see_kept),
-            ("loader.pin_memory", staging.count_pinned),
-            ("feed.depth", staging.count_ahead),
-            checked,
-            *made,
+            ("loader.pin_memory", self.staging.count_pinned),
+            ("feed.depth", self.staging.count_ahead),
+            ("loader.engine", lambda: self._checked),
+            *((key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")),
         ]
 
     def _count_workers(self) -> Mapping[str, Any]:

@@ -37,6 +37,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
+_UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
+"""Hooks to which a loss scaler gives gradients as they are."""
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
 _BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
@@ -61,6 +63,7 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
+        static_graph=bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
         plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
         precision=str(strategy.precision_plugin.precision),
         own_precision=_is_chosen(strategy.precision_plugin),
@@ -68,7 +71,6 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         accumulation_scheduled="GradientAccumulationScheduler" in kinds,
         averages_weights_by_swa="StochasticWeightAveraging" in kinds,
         micro_batches=trainer.accumulate_grad_batches > 1,
-        clip=bool(trainer.gradient_clip_val) or overrides(module, "configure_gradient_clipping"),
         automatic_optimization=module.automatic_optimization,
         reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
         val_check_interval=_keep_number(trainer.val_check_interval),
@@ -161,6 +163,13 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "views": tuple(_find_views(module)) if convs else (),
         "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
         "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
+        "refused_losses": (
+            *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
+            *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
+        ),
+        "handles_grads": tuple(
+            each for each in _find_methods(module, r"\bclip_grad|\.grad\b") if not each.endswith(_UNSCALED)
+        ),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),
         "repeated_blocks": tuple(_group_repeated(module)),

@@ -31,9 +31,8 @@ class Staging:
         """What else is done to each batch once it is on the device, of training and evaluation."""
         self.to_floats: Callable[[Any], Any] | None = None
         """Makes floats of the train batches that come to the device as bytes."""
-        self.looks_for_pinned = False
-        """Count the pinned tensors of the first train batch that leaves for the device."""
         self._pinned: Mapping[str, Any] | None = None
+        """Of the first train batch that left for the device."""
         self._seen: Counter[str] = Counter()
         self._before_transfer: Callable[..., Any] | None = None
 
@@ -128,8 +127,8 @@ class Staging:
     # -- evidence -------------------------------------------------------------------------------------------------
 
     def look_for_pinned(self, batch: Any) -> None:
-        """Count the pinned tensors of the first train batch, where somebody wants to know."""
-        if self.looks_for_pinned and self._pinned is None and self.trainer.state.stage == "train":
+        """Count the pinned tensors of the first train batch."""
+        if self._pinned is None and self.trainer.state.stage == "train":
             self._pinned = {}
             if torch.cuda.is_available():
                 found = [tensor.is_pinned() for tensor in walk_tensors(batch) if tensor.device.type == "cpu"]

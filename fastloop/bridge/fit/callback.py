@@ -14,6 +14,7 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_facts, read_training
 from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.fail_open import disabled, fail_open, hint
@@ -35,14 +36,6 @@ if TYPE_CHECKING:
 else:
     Callback = namespaces.callback_class()
 
-BATCH_HOOKS = (
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-)
 strategy.register()
 
 

@@ -110,12 +110,7 @@ def _make_single(space: str) -> type:
 
         @parallel_devices.setter
         def parallel_devices(self, devices: list[Any]) -> None:
-            if len(devices) > 1:
-                raise ConfigError(
-                    got=f'strategy="fastloop" with {len(devices)} devices',
-                    why="it drives one device",
-                    do='write devices=1, or strategy="fastloop_ddp"',
-                )
+            _refuse_several("devices", len(devices), "it drives one device")
             if devices:
                 self._root_device = devices[0]
 
@@ -125,14 +120,18 @@ def _make_single(space: str) -> type:
 
         @num_nodes.setter
         def num_nodes(self, nodes: int) -> None:
-            if nodes > 1:
-                raise ConfigError(
-                    got=f'strategy="fastloop" with {nodes} nodes',
-                    why="each would train on its own",
-                    do='write num_nodes=1, or strategy="fastloop_ddp"',
-                )
+            _refuse_several("num_nodes", nodes, "each would train on its own")
 
     return FastLoopStrategy
+
+
+def _refuse_several(argument: str, count: int, why: str) -> None:
+    if count > 1:
+        raise ConfigError(
+            got=f'strategy="fastloop" with {count} {argument.removeprefix("num_")}',
+            why=why,
+            do=f'write {argument}=1, or strategy="fastloop_ddp"',
+        )
 
 
 def register() -> None:

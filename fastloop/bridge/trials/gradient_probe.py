@@ -83,13 +83,12 @@ class GradientProbe(Callback):
         self.leave: type[Exception] | None = None
         """Ends the fit by this exception; without, by ``trainer.should_stop``, as a user's script expects it."""
         self.answer: dict[str, Any] = {}
-        """On the first rank, after the fit: ``loss``, ``precision``, ``device`` and ``batches`` of the step,
-        ``elements`` and ``tensors`` of the gradient, ``finite``, ``rounds``; ``self_deviation`` from one time to the
-        next, ``deterministic`` if that is 0; ``clips``, how gradients are clipped. Of the base also
-        ``random_deviation`` with other random numbers, ``rounding`` by precision, ``steady_rounding``, the same with
-        raised biases, where those were needed, and ``bytes`` of its file. Of an arm what
-        `gradient_distance.measure_deviation` says, ``steady``, the same with the base's raised biases, ``base_loss``,
-        ``weights_missing`` and ``weights_extra``. ``why`` where there is nothing to compare."""
+        """On the first rank, after the fit: ``loss``, ``precision`` and ``batches`` of the step, ``finite``,
+        ``rounds``; ``self_deviation`` from one time to the next; ``clips``, how gradients are clipped. Of the base also
+        ``random_deviation`` with other random numbers, ``rounding`` by precision, and ``steady_rounding``, the same
+        with raised biases, where those were needed. Of an arm what `gradient_distance.measure_deviation` says,
+        ``steady``, the same with the base's raised biases, ``weights_missing`` and ``weights_extra``. ``why`` where
+        there is nothing to compare."""
         self.why: str | None = None
         self._undo = contextlib.ExitStack()
         self._known: dict[str, Any] = {}
@@ -255,46 +254,42 @@ class GradientProbe(Callback):
     def _conclude(self, trainer: Any) -> None:
         self._ended = True
         first = self._rounds[0] if self._rounds else self._round
-        device, own, random = trainer.strategy.root_device.type, *self._apart(("again", "random"))
+        own, random = self._apart(("again", "random"))
         self.answer |= {
             "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
             "loss": first.loss,
             "precision": read_training.find_precision(trainer, trainer.lightning_module),
-            "device": device,
-            "elements": sum(tensor.numel() for tensor in first.gradient.values()),
-            "tensors": len(first.gradient),
             "batches": first.batches,
             "finite": is_finite(first.gradient),
             "rounds": len(self._rounds),
             "self_deviation": own,
-            "deterministic": None if own is None else own == 0,
             "clips": self._clips,
         }
         steady = next((each for each in self._rounds if each.start is RAISED[0]), None)
         if self.reference is None:
+            self._save(trainer, first, steady)
             self.answer |= {
                 "random_deviation": random,
-                "bytes": self._save(trainer, first, steady),
                 "rounding": dict(zip(ROUNDING, self._apart(ROUNDING), strict=True)),
             }
             if steady is not None:
                 raised = self._apart((each.name for each in RAISED[1:]), RAISED[0].name)
                 self.answer["steady_rounding"] = dict(zip(ROUNDING, raised, strict=True))
         elif self.answer["why"] is None and trainer.is_global_zero:
-            self.answer |= {**_compare(self._known, first), "base_loss": self._known["loss"]}
+            self.answer |= _compare(self._known, first)
             if steady is not None:
                 self.answer["steady"] = _compare(self._known["raised"], steady)
 
-    def _save(self, trainer: Any, first: Round, steady: Round | None) -> int:
-        """Keep what arms are compared with, and say its size."""
+    def _save(self, trainer: Any, first: Round, steady: Round | None) -> None:
+        """Keep what arms are compared with."""
         batches = [[copies[n % len(copies)] for n in range(first.batches)] for _, copies in self._kept if copies]
         content: dict[str, Any] = {"schema": store.SCHEMA, "world_size": trainer.world_size, "batches": batches}
         if trainer.is_global_zero:
-            content |= {"weights": self._weights, "loss": first.loss}
+            content["weights"] = self._weights
             content |= {"gradient": first.gradient, "clipped": first.clipped}
             if steady is not None:
                 content["raised"] = {"biases": self._raised, "gradient": steady.gradient, "clipped": steady.clipped}
-        return gradient_state.save(self.out, trainer.global_rank, content)
+        gradient_state.save(self.out, trainer.global_rank, content)
 
 
 def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:

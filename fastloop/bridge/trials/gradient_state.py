@@ -73,8 +73,8 @@ def find_path(folder: Path, rank: int) -> Path:
     return folder / (FILE if rank == 0 else f"gradients-{rank}.pt")
 
 
-def save(folder: Path, rank: int, content: Mapping[str, Any]) -> int:
-    """Write tensors and plain values, whole or not at all; the size in bytes."""
+def save(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
+    """Write tensors and plain values, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = find_path(folder, rank)
     partial = whole.with_name(f".{whole.name}.{os.getpid()}.tmp")
@@ -83,7 +83,6 @@ def save(folder: Path, rank: int, content: Mapping[str, Any]) -> int:
         partial.replace(whole)
     finally:
         partial.unlink(missing_ok=True)  # there only where the disk is full
-    return whole.stat().st_size
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.fit.callback import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.fit.training import ProgressLines
-from fastloop.bridge.trials.cut_short import do_without_metrics
 from fastloop.bridge.watch.session import count_planned_steps
 
 WIDTH = 48
@@ -80,3 +79,14 @@ class Beats(Callback):
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def do_without_metrics(trainer: Any) -> None:
+    """Let a Trainer go on where a metric to go by is missing: a trial may end before its first validation, and
+    EarlyStopping and ReduceLROnPlateau would raise then. In ``on_train_start``: the schedulers are made by then.
+
+    Source: ``strict`` of callbacks/early_stopping.py and of ``LRSchedulerConfig`` in utilities/types.py.
+    """
+    for each in (*trainer.callbacks, *trainer.lr_scheduler_configs):
+        if getattr(each, "strict", None) is True:
+            each.strict = False

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from fastloop.bridge.watch import loader_state
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
 from fastloop.evidence import loader_queue
-from fastloop.feeds.batch_tree import count_samples
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.ladder import cards
 
@@ -50,18 +48,11 @@ class Window:
     """What was handed out in a while, on one rank."""
 
     batches: int
-    samples: int | None
-    batch_size: int | None
-    """Median."""
     seconds: float
     made: float
     """Batches made in that time; those that were ready before it do not count."""
     drained: bool
     """The queues were emptied first, and how many batches were ready at both ends is known."""
-
-    @property
-    def too_short(self) -> bool:
-        return not self.drained or self.batches < FEWEST
 
 
 def measure(
@@ -78,10 +69,9 @@ def measure(
     Returns:
         With `counts`, ``counts``: an answer for each that was measured, with its ``count``; and the ``inactive`` of the
         first. Else the answer:
-        ``samples_per_s`` over all ranks, which load at the same time; of this rank ``ms_per_batch``, ``ms_per_step``
-        (all batches of an optimizer step), ``batches`` in ``seconds``, ``workers`` and ``batch_size``;
-        ``queue_drained``: no batch that was made before is counted; ``window_too_short``; ``inactive``: the rungs that
-        do not apply, and why.
+        of this rank ``ms_per_step`` (all batches of an optimizer step), while all ranks load, ``batches`` and
+        ``workers``; ``queue_drained``: no batch that was made before is counted; ``inactive``: the rungs that do not
+        apply, and why.
 
     Raises:
         FastLoopError: as `training.train`; or this Lightning does not show its train loader.
@@ -143,8 +133,7 @@ class _Alone(Callback):
                 each.on_train_batch_end(trainer, pl_module, None, None, 0)
 
         trainer.strategy.barrier("fastloop loads")  # ranks compete for the CPUs, so they begin and end together
-        drawn = loader_state.read_batch_sizes(trainer)[:1]
-        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse, drawn))
+        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse))
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
@@ -154,57 +143,46 @@ class _Alone(Callback):
 
     def _answer(self, trainer: Any, seen: Window) -> dict[str, Any]:
         ms = 1e3 * seen.seconds / seen.made if seen.made > 0 else None
-        rate = seen.samples / seen.batches * seen.made / seen.seconds * trainer.world_size if seen.samples else None
         steps = () if self.loop is None else self.loop.plan.steps
         return {
-            "samples_per_s": rate,
-            "ms_per_batch": ms,
             "ms_per_step": None if ms is None else ms * trainer.accumulate_grad_batches,
             "batches": seen.batches,
-            "seconds": seen.seconds,
-            "batch_size": seen.batch_size,
             "workers": sum(
                 int(getattr(loader, "num_workers", 0) or 0) for loader in loader_state.find_loaders(trainer)
             ),
             "queue_drained": seen.drained,
-            "window_too_short": seen.too_short,
             "inactive": {step.rung: step.reason for step in steps if step.status == "skipped"},
         }
 
 
-def window(
-    take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None, drawn: Sequence[int] = ()
-) -> Window:
+def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
     """Take batches until what the queues held at first is out, and then for the time to be measured.
 
     Args:
         take: gives the next batch.
         pulse: called with every batch, as a sign of life.
-        drawn: samples that the loader draws for a batch, where that is known.
     """
     held = loader_state.count_queued_batches(trainer)
     passed = _pass(take, max(1, held), pulse)
-    sizes: list[int | None] = []
+    batches = 0
     _settle(trainer)
     before, begun = ready(trainer), time.perf_counter()
     while True:
-        sizes.append(count_samples(take(), drawn))
+        take()
+        batches += 1
         pulse()
         spent = time.perf_counter() - begun
-        enough = spent >= (LEAST_S if held else LEAST_S / 3) and len(sizes) >= max(FEWEST, 2 * held)
+        enough = spent >= (LEAST_S if held else LEAST_S / 3) and batches >= max(FEWEST, 2 * held)
         if enough or spent >= MOST_S:
             break
     _settle(trainer)
     seconds, after = time.perf_counter() - begun, ready(trainer)
-    known = [size for size in sizes if size is not None]
-    made: float = len(sizes)
+    made: float = batches
     if before is not None and after is not None:
         made += after - before
     return Window(
-        batches=len(sizes),
-        samples=sum(known) if len(known) == len(sizes) else None,
+        batches=batches,
         seconds=seconds,
-        batch_size=int(statistics.median(known)) if known else None,
         made=made,
         drained=passed >= held and before is not None and after is not None,
     )

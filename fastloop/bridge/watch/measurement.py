@@ -75,12 +75,7 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
         evidence = {**evidence, PAUSES: {"ms_per_step": 1e3 * long.s_per_step, "steps": long.steps}}
     common["evidence"] = evidence
     seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], world_size)})
-    rates = about.get("rates")
-    return efficiency.add_work(
-        seen,
-        gemm_tflop_per_s=getattr(rates, "gemm_tflop_per_s", None),
-        copy_tb_per_s=getattr(rates, "copy_tb_per_s", None),
-    )
+    return efficiency.add_work(seen, rates=about.get("rates"))
 
 
 def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastloop.evidence.gpu import datasheets
 from fastloop.records.measurement import Measurement
+from fastloop.records.trial import DeviceRates
 
 MFU_DOUBT = 1.0
 """Above it an MFU is no utilisation but a wrong peak, a wrong dtype or a wrong count."""
@@ -63,14 +64,13 @@ def add_work(
     seen: Measurement,
     *,
     flops: Mapping[str, Any] | None = None,
-    gemm_tflop_per_s: float | None = None,
-    copy_tb_per_s: float | None = None,
+    rates: DeviceRates | None = None,
 ) -> Measurement:
     """The same measurement with TFLOP/s and MFU in it.
 
     Args:
         flops: work per sample as ``Measurement.flops`` holds it; None keeps what the measurement has.
-        gemm_tflop_per_s, copy_tb_per_s: what this very device does, as far as that was measured.
+        rates: what this very device does, as far as that was measured; None keeps what the measurement has.
     """
     counted = dict(seen.flops if flops is None else flops)
     on_gpu = seen.device == "cuda"
@@ -79,8 +79,9 @@ def add_work(
     done = None if per_sample is None or rate is None else per_sample * rate / seen.world_size / 1e12
     arithmetic = _arithmetic(seen, counted) if on_gpu else None
     of_dtype = datasheets.compute_effective_peak(chip, arithmetic)
-    gemm = gemm_tflop_per_s if gemm_tflop_per_s is not None else seen.peaks.get("measured_tflop_per_s")
-    copy = copy_tb_per_s if copy_tb_per_s is not None else seen.peaks.get("measured_copy_tb_per_s")
+    gemm, copy = (rates.gemm_tflop_per_s, rates.copy_tb_per_s) if rates is not None else (None, None)
+    gemm = gemm if gemm is not None else seen.peaks.get("measured_tflop_per_s")
+    copy = copy if copy is not None else seen.peaks.get("measured_copy_tb_per_s")
     peaks = {"datasheet": chip.bf16 if chip else None, "measured_peak": gemm, "dtype_in_use": of_dtype}
     shares = {name: _ratio(done, peak) for name, peak in peaks.items()}
     known = {

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from fastloop.evidence.gpu.nvml import find_uuid, read_driver
 from fastloop.evidence.machine import find_cache_home
 from fastloop.records import store
+from fastloop.records.trial import DeviceRates
 
 SCHEMA = 1
 PRODUCT_SIZES = (8192, 4096, 2048)
@@ -36,19 +36,7 @@ LIMIT_MS = 500.0
 """For the timed repeats of each of the two."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Measured rates of one device; None: could not be measured."""
-
-    gemm_tflop_per_s: float | None = None
-    """bf16 product of two square matrices, 2 n^3 operations."""
-    copy_tb_per_s: float | None = None
-    """Copy from device memory to device memory: bytes read plus bytes written."""
-    gemm_size: int | None = None
-    """n; under 8192 where memory was short, and then perhaps less than the device can do."""
-
-
-def read_cached(uuid: str | None, name: str | None) -> Rates | None:
+def read_cached(uuid: str | None, name: str | None) -> DeviceRates | None:
     """What an earlier ``measure`` on this device found, with this torch and this driver; None if there was none.
 
     Touches neither CUDA nor device memory. A file that is broken, foreign or unreadable counts as none.
@@ -63,19 +51,19 @@ def read_cached(uuid: str | None, name: str | None) -> Rates | None:
         return None
 
 
-def measure(device: torch.device) -> Rates:
+def measure(device: torch.device) -> DeviceRates:
     """Measure and keep it for ``cached``. Never in the user's process.
 
     At most about 1 GiB of device memory at a time, smaller where less is free, and under 2 s after CUDA's start. Fields
     are None where the device cannot do it (no CUDA, no native bf16, too little memory).
     """
     if device.type != "cuda" or not torch.cuda.is_available():
-        return Rates()
+        return DeviceRates()
     with torch.cuda.device(device):
         product = _first_that_fits(PRODUCT_SIZES, lambda n: 3 * 2 * n * n, lambda n: _product_ms(n, device), device)
         copy = _first_that_fits(COPY_BYTES, lambda size: 2 * size, lambda size: _copy_ms(size, device), device)
         torch.cuda.empty_cache()
-    rates = Rates(
+    rates = DeviceRates(
         gemm_tflop_per_s=2 * product[0] ** 3 / product[1] / 1e9 if product else None,
         copy_tb_per_s=2 * copy[0] / copy[1] / 1e9 if copy else None,
         gemm_size=product[0] if product else None,
@@ -146,7 +134,7 @@ def _place(uuid: str | None, name: str | None) -> tuple[Path | None, dict[str, A
     return find_cache_home() / "fastloop" / f"rates-{digest}.json", key
 
 
-def _keep(rates: Rates, uuid: str | None, name: str | None) -> None:
+def _keep(rates: DeviceRates, uuid: str | None, name: str | None) -> None:
     """Written whole or not at all; a place that cannot be written to is no error."""
     with contextlib.suppress(OSError):
         path, key = _place(uuid, name)
@@ -156,8 +144,8 @@ def _keep(rates: Rates, uuid: str | None, name: str | None) -> None:
             store.write(path.parent, {path.name: json.dumps(content)})
 
 
-def _checked(found: Mapping[str, Any]) -> Rates:
-    rates = Rates(**found)
+def _checked(found: Mapping[str, Any]) -> DeviceRates:
+    rates = DeviceRates(**found)
     for value in dataclasses.astuple(rates):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{value!r} is no rate")

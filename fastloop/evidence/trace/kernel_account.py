@@ -55,7 +55,8 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
         own time on the CPU, ``busy_ms`` their union, and the rest is None.
 
     Raises:
-        FastLoopError: the trace cannot be read or marks no steps.
+        FastLoopError: the trace marks no steps.
+        ValueError: the file is cut off, or no trace.
     """
     trace = load(source)
     marks = list_marks(trace, steps)

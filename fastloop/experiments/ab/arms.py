@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from fastloop.config.loading import Config
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, run_trial
-from fastloop.records.trial import Trial, Variation
+from fastloop.experiments.trials.trial import Job, Task, run_trial
+from fastloop.records.trial import Trial
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class Ask(Task):
     """What is asked of one training of an arm."""
 
     seed: int = 0
@@ -26,15 +26,6 @@ class Ask:
     """Optimizer steps; None: as many as the arm has."""
     warmup: int | None = None
     """Of them, before the window; None: as the arm has it."""
-    variation: Variation = "as_it_is"
-    ledger: bool = False
-    """Write down which samples each optimizer step saw."""
-    reference: Path | None = None
-    """Of ``gradients``: the directory of the trial to compare with."""
-    counts: tuple[int, ...] = ()
-    """Of ``loader``: numbers of workers to measure one after the other."""
-    enough_ms: float | None = None
-    """Of ``loader``: with a number of workers that takes less for a step, it ends."""
 
 
 class Arm(Protocol):
@@ -47,8 +38,8 @@ class Arm(Protocol):
     def plans_alone(self) -> bool:
         """Whether it can be planned without being trained."""
 
-    def change(self, name: str, *overrides: str) -> Arm:
-        """The same training under another name, with further ``key=value``."""
+    def change(self, name: str, *overrides: str, more: Sequence[str] = ()) -> Arm:
+        """The same training under another name, with further patches and ``key=value``."""
 
     def config(self) -> Config:
         """Its checked configuration; of a script, that of the callback that is put into it. Raises ConfigError."""
@@ -75,9 +66,10 @@ class ConfigArm:
     def plans_alone(self) -> bool:
         return True
 
-    def change(self, name: str, *overrides: str) -> ConfigArm:
-        """The same with further ``key=value``."""
-        return ConfigArm(name=name, job=self.job.override(*overrides))
+    def change(self, name: str, *overrides: str, more: Sequence[str] = ()) -> ConfigArm:
+        """The same with further patches and ``key=value``."""
+        job = dataclasses.replace(self.job, more=(*self.job.more, *more))
+        return ConfigArm(name=name, job=job.override(*overrides))
 
     def config(self) -> Config:
         return self.job.config()
@@ -91,12 +83,6 @@ class ConfigArm:
             overrides.append(f"run.max_steps={ask.steps}")
         if ask.warmup is not None:
             overrides.append(f"watch.warmup_steps={ask.warmup}")
-        job = dataclasses.replace(
-            self.job.override(*overrides),
-            variation=ask.variation,
-            ledger=ask.ledger,
-            counts=ask.counts,
-            enough_ms=ask.enough_ms,
-            reference=None if ask.reference is None else str(ask.reference),
-        )
+        task = {each.name: getattr(ask, each.name) for each in dataclasses.fields(Task)}
+        job = dataclasses.replace(self.job.override(*overrides), **task)
         return run_trial(label, job, folder, limits=limits, progress=progress)

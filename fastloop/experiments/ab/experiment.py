@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastloop.experiments.ab import parity_gates
-from fastloop.experiments.ab.arms import Arm, Ask, label_of
+from fastloop.experiments.ab.arms import Arm, Ask, Progress, label_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import finished
 from fastloop.judge import statistics
@@ -24,8 +24,6 @@ from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Parity
 from fastloop.records.trial import Trial
-
-Progress = Callable[[str], None]
 
 WINDOW_S, FEWEST_STEPS, PILOT_STEPS = 10.0, 50, 30
 """What ``steps: auto`` asks of a window: seconds and optimizer steps; and the length of the run it asks that of."""

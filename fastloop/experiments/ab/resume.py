@@ -99,16 +99,11 @@ def fingerprint(config: Config) -> str:
     return _sha256(json.dumps(config.values, sort_keys=True, default=str).encode())
 
 
-def recipe_fingerprint(config: Config) -> str | None:
-    """Of the recipe's Python file, without the modules that it imports; None where there is none."""
-    path = config.recipe_file
-    return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
-
-
 def source_fingerprint(config: Config, command: Sequence[str]) -> str | None:
-    """Of the recipe, or of the files that a script's command line names."""
+    """Of the recipe's Python file, without what it imports; or of the files that a script's command line names."""
     if not command:
-        return recipe_fingerprint(config)
+        path = config.recipe_file
+        return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
     return _sha256(repr([(name, _sha256(path.read_bytes())) for name, path in _list_named(command)]).encode())
 
 

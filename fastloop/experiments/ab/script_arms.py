@@ -114,9 +114,9 @@ class ScriptArm:
     def plans_alone(self) -> bool:
         return False  # what there is to plan is known once the script has built it
 
-    def change(self, name: str, *overrides: str) -> ScriptArm:
-        """The same with further ``key=value``."""
-        return dataclasses.replace(self, name=name, overrides=(*self.overrides, *overrides))
+    def change(self, name: str, *overrides: str, more: Sequence[str] = ()) -> ScriptArm:
+        """The same with further patches and ``key=value``."""
+        return dataclasses.replace(self, name=name, more=(*self.more, *more), overrides=(*self.overrides, *overrides))
 
     def config(self) -> Config:
         """The configuration of the callback that is put into it.

@@ -94,7 +94,7 @@ class _Screen:
                 f"{self.at}/screen-{place}-{side}",
                 self.arm if side == "arm" else known.stack,
                 Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
-                what=f"{self.candidate.key}: screening {place} of {len(TURNS)}",
+                what=f"{self.candidate.key}: screening, run {place} of {len(TURNS)}",
                 need_s=took.seconds(now.now_ms if side == "base" else after_ms, self.start_s),
             )
             runs[side].append(result)
@@ -149,7 +149,7 @@ class _Screen:
             context.known.stack,
             self.arm,
             both,
-            what=f"{self.candidate.key}: parity",
+            what=f"{self.candidate.key}: checking parity",
             need_s=sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0]),
         )
         ended, why = _judge_parity(outcome, effect)

@@ -60,7 +60,7 @@ class Budget:
     def describe_left(self) -> str:
         """What is left, for a line of progress."""
         left = max(0.0, self.left_s())
-        return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
+        return f"{left / 60:.0f} min of the budget left" if left >= 90 else f"{left:.0f} s of the budget left"
 
 
 # -- how long the trainings of a climb are. A naive step can take a second, and a start ten: steps are not free --------

@@ -25,6 +25,13 @@ COPIES_SHOW = 0.01
 """Of the step without loading: copies that take less are not worth a trial without them."""
 PILOT_ENOUGH = 0.75
 """Of a window's seconds: a pilot that lasted so long need not be done again."""
+MEASURES: Mapping[Variation, str] = {
+    "replayed": "the step without loading",
+    "resident": "the step without loading and copies",
+    "no_exchange": "the step without loading and gradient exchange",
+    "loader": "the loader alone",
+}
+"""What a trial with costs taken away measures, for the lines of progress."""
 REPEATED = "00-naive/as_it_is-again"
 """Where the start was measured again; noted, so that a later call finds it."""
 
@@ -230,8 +237,8 @@ class Measured:
         if above > ABOVE:
             figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
             self.notes[key] = (
-                f"no ceiling: the trial without these costs was slower twice, {figure} samples/s, and"
-                " counts as no faster than the run it is part of"
+                f"no ceiling: twice it was slower without these costs ({figure} samples/s), which something else"
+                " on this machine must have caused; it counts as equally fast"
             )
         if above <= 1:
             return result
@@ -255,7 +262,7 @@ class Measured:
         expected = costs.now_ms if whole else costs.replayed_ms or costs.now_ms
         queues: tuple[Stack, int] = (self.stack, costs.workers) if whole else ({}, 0)
         took = self.context.choose_length(expected, expected, *queues, screen=False)
-        what = f"{'measuring the baseline' if whole else f'ceiling {variation}'}{', again' if again else ''}"
+        what = f"measuring {MEASURES.get(variation, 'the baseline')}{', again' if again else ''}"
         result = self.runner.run(
             at,
             self.stack,

@@ -35,7 +35,7 @@ OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastl
 PATIENCE_S = 120.0
 """What the server gets to import all that."""
 FORKED = "forked"
-MOST_BYTES, MOST_DESCRIPTORS = 2**22, 8
+MOST_DESCRIPTORS = 8
 """Of one message between this process and the server."""
 
 
@@ -115,19 +115,15 @@ class Server:
         """The answer to a request."""
         with contextlib.suppress(OSError):
             _send(self._socket, vars(request), descriptors)
-            return Reply(**self._hear())
+            return Reply(**_receive(self._socket)[0])
         return Reply()
-
-    def _hear(self) -> dict[str, Any]:
-        message = self._socket.recv(MOST_BYTES)
-        return dict(json.loads(message)) if message else {}
 
     def greet(self) -> Greeting:
         """What it says of itself; it is waited for."""
         if self._greeting is None:
             self._greeting = Greeting(why="nothing could be imported ahead of it")
             with contextlib.suppress(OSError):
-                if said := self._hear():
+                if said := _receive(self._socket)[0]:
                     self._greeting = Greeting(**said)
         return self._greeting
 
@@ -139,7 +135,20 @@ class Server:
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
+    """As a file in memory: one message of a socket holds about 200 kB, and the variables alone may be more."""
+    with os.fdopen(os.memfd_create("fastloop"), "w+b") as file:
+        file.write(json.dumps(message).encode())
+        file.seek(0)
+        socket.send_fds(connection, [b"."], [file.fileno(), *descriptors])
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next message and its descriptors; an empty one from a process that has gone."""
+    said, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
+    if not said:
+        return {}, []
+    with os.fdopen(descriptors[0], "rb") as file:
+        return dict(json.load(file)), descriptors[1:]
 
 
 _server: Server | None = None
@@ -333,10 +342,10 @@ def main() -> None:
 def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
     """Fork, and tell how it ended, until whoever asks has gone."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
+        message, descriptors = _receive(connection)
         if not message:
             return
-        request = Request(**json.loads(message))
+        request = Request(**message)
         if request.wait is not None:
             answer = Reply(code=os.waitstatus_to_exitcode(os.waitpid(request.wait, 0)[1]))
         elif (threads := len([*Path("/proc/self/task").iterdir()])) != 1:

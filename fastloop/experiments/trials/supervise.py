@@ -193,7 +193,7 @@ def _wait(
             said = now
             step, steps = steps_done(folder)
             at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
-            progress(f"{at}, {now - begun:.0f} s")
+            progress(f"{at}, {now - begun:.0f} s so far")
     return None
 
 

@@ -68,25 +68,31 @@ ONE_PLAIN_STEP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to train. Paths are relative to the working directory."""
+class Task:
+    """What a trial does besides training."""
 
-    conf: str
-    more: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
     variation: Variation = "as_it_is"
-    hunt_syncs: bool = False
-    """Name the lines of the user's code at which the device is waited for."""
-    further_steps: int = 0
-    """Optimizer steps after those of the configuration, for what is not timed."""
     ledger: bool = False
     """Write down which samples each optimizer step saw, see `bridge/trials/sample_ledger.py`."""
-    reference: str | None = None
+    reference: Path | None = None
     """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
     counts: tuple[int, ...] = ()
     """Of ``loader``: numbers of workers to measure one after the other; empty: the loader as it is."""
     enough_ms: float | None = None
     """Of ``loader``: with a number of workers that takes less for a step, it ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Task):
+    """What to train. Paths are relative to the working directory."""
+
+    conf: str
+    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    hunt_syncs: bool = False
+    """Name the lines of the user's code at which the device is waited for."""
+    further_steps: int = 0
+    """Optimizer steps after those of the configuration, for what is not timed."""
 
     def config(self) -> Config:
         """The checked configuration; raises ConfigError."""

@@ -66,7 +66,7 @@ def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
         "flops": lambda: work_count.count_flops(config, beat),
         "loader": lambda: loader_alone.measure(config, beat, job.counts, job.enough_ms),
         "plan": lambda: store.to_json(PlanFile.of(dry_run.dry_run(config).plan)),
-        "gradients": lambda: gradient_probe.measure(config, out, beat, Path(job.reference) if job.reference else None),
+        "gradients": lambda: gradient_probe.measure(config, out, beat, job.reference),
     }
     if job.variation in answering:
         return answering[job.variation]()

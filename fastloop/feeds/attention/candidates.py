@@ -18,11 +18,7 @@ DEPTH = 4
 
 def list_candidates(model: torch.nn.Module) -> list[str]:
     """Names of inner modules that take a softmax and make matrix products themselves, not in modules inside them."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and not _is_torchs(type(module)) and _takes_softmax(module) and _makes_products(module)
-    ]
+    return [name for name, module in model.named_modules() if name and _attends(module)]
 
 
 def list_sdpa(model: torch.nn.Module) -> list[str]:
@@ -69,22 +65,16 @@ def switch_back_for_weights(model: Any) -> Callable[[], None]:
     return undo.close
 
 
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.")
-
-
-def _takes_softmax(module: torch.nn.Module) -> bool:
-    return "softmax" in _read_names(module) or any(isinstance(each, torch.nn.Softmax) for each in module.children())
-
-
-def _makes_products(module: torch.nn.Module) -> bool:
-    return bool(PRODUCTS & _read_names(module))
+def _attends(module: torch.nn.Module) -> bool:
+    names = _read_names(module)
+    softmax = "softmax" in names or any(isinstance(each, torch.nn.Softmax) for each in module.children())
+    return softmax and bool(PRODUCTS & names)
 
 
 def _read_names(module: torch.nn.Module) -> frozenset[str]:
     """Names that a module's forward uses; a product by ``@`` as ``__matmul__``."""
     forward = getattr(type(module), "forward", None)
-    if not isinstance(forward, types.FunctionType) or _is_torchs(type(module)):
+    if not isinstance(forward, types.FunctionType) or type(module).__module__.startswith("torch.nn."):
         return frozenset()
     return frozenset(_follow(forward, type(module), DEPTH, set()))
 

@@ -42,18 +42,20 @@ class Found:
     causal: bool = False
     stale: list[Node] = field(default_factory=list)
     """Masks that said no more than `causal` does."""
-    allowed: list[Node] = field(default_factory=list)
-    """Boolean masks, True where a score counts."""
-    barred: list[Node] = field(default_factory=list)
-    """Boolean masks, True where a score does not count."""
+    masks: list[tuple[str, Node]] = field(default_factory=list)
+    """By what they mean: ``allowed`` and ``barred`` are boolean, True where a score counts or does not; what is
+    ``added`` to the scores, or ``taken`` off them."""
     evens: bool = False
     """Whether a row without a score that counts has equal weights: one finite number stands in their place."""
-    added: list[tuple[Node, bool]] = field(default_factory=list)
-    """Tensors that are added to the scores, or taken off (True)."""
     dropout: float | Node = 0.0
     """Its rate: a node where Dynamo has seen several rates and made it an input."""
     between: list[Node] = field(default_factory=list)
     """What falls away, from the result back."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether a mask is numbers, and not only what counts."""
+        return any(means in ("added", "taken") for means, _ in self.masks)
 
 
 def find_attention(softmax: Node, constants: Constants) -> Found:
@@ -173,14 +175,14 @@ def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants
             if (beta := _read_number(beta, constants)) != 0:
                 if beta != 1:
                     raise NoMatch("its baddbmm scales what it adds")
-                found.added.append((added, False))
+                found.masks.append(("added", added))
         elif what in ("scale", "divide"):
-            if found.added:
+            if found.adds:
                 raise NoMatch("its scores are scaled after something was added to them")
             if number is not None and not (isinstance(by, Node) and constants.list_buffers(by)):
                 factor = number if what == "scale" else 1 / number
                 found.scale, fills = found.scale * factor, [fill * abs(factor) for fill in fills]
-            elif found.barred or found.allowed:
+            elif found.masks:
                 raise NoMatch("its scores are scaled after some were masked")
             elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
                 found.scale_by.append((by, what == "divide"))
@@ -188,7 +190,7 @@ def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants
                 raise NoMatch("its scores are not scaled by a single number")
         elif what in ("add", "subtract"):
             if number is None:
-                found.added.append((by, what == "subtract"))
+                found.masks.append(("added" if what == "add" else "taken", by))
             else:
                 constants.hold(by)
         elif what in ("bar", "allow"):
@@ -198,7 +200,7 @@ def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants
                 raise NoMatch("it does not fill masked scores with a large negative number")
             constants.hold(value)
             fills.append(fill)
-            (found.barred if what == "bar" else found.allowed).append(mask)
+            found.masks.append(("barred" if what == "bar" else "allowed", mask))
     found.evens = len(set(fills)) == 1 and fills[0] > -math.inf
     if max(fills, default=-math.inf) > NEVER:
         raise NoMatch("it does not fill masked scores with a large negative number once they are scaled")
@@ -234,15 +236,10 @@ def _find_causal(found: Found, product: Node, constants: Constants) -> None:
         tried = [size, max([*sides, size + 1])] if varies else [size]
         return all(_is_causal(_evaluate(mask, {size: side}, constants), side, means) for side in tried)
 
-    taken = {False: "added", True: "taken"}
-    masks: list[tuple[Node, str]] = [(mask, "allowed") for mask in found.allowed]
-    masks += [(mask, "barred") for mask in found.barred]
-    masks += [(each, taken[negated]) for each, negated in found.added]
-    if masks and all(reads(mask, means) for mask, means in masks):
-        found.causal, found.stale = True, [mask for mask, _ in masks]
+    if found.masks and all(reads(mask, means) for means, mask in found.masks):
+        found.causal, found.stale, found.masks = True, [mask for _, mask in found.masks], []
         for mask in found.stale:
             constants.hold(mask)
-        found.allowed, found.barred, found.added = [], [], []
 
 
 def _evaluate(mask: Node, sizes: dict[int, int], constants: Constants) -> Any:

@@ -62,7 +62,7 @@ def _replace(graph: Graph, found: Found) -> None:
     with graph.inserting_before(result):
         query, mask = _scale(graph, found), _make_mask(graph, found)
         settings: dict[str, Any] = {"dropout_p": found.dropout, "is_causal": found.causal, "scale": found.scale}
-        if mask is not None and found.evens and not found.added:
+        if mask is not None and found.evens and not found.adds:
             query, mask = _even_out(graph, query, mask)
         if mask is not None:
             settings["attn_mask"] = _spread(graph, mask, _count_dims(found), dims)
@@ -106,12 +106,16 @@ def _scale(graph: Graph, found: Found) -> Node:
 
 def _make_mask(graph: Graph, found: Found) -> Node | None:
     """One mask of all: boolean where none is added to the scores, else in the type of the result."""
-    terms = [*found.allowed, *(graph.call_function(torch.logical_not, (each,)) for each in found.barred)]
-    allowed = functools.reduce(lambda a, b: graph.call_function(torch.logical_and, (a, b)), terms) if terms else None
-    if not found.added:
+    inverse = {"barred": torch.logical_not, "taken": torch.neg}
+
+    def join(plain: str, turned: str, by: Any) -> Node | None:
+        terms = [mask for means, mask in found.masks if means == plain]
+        terms += [graph.call_function(inverse[turned], (mask,)) for means, mask in found.masks if means == turned]
+        return functools.reduce(lambda a, b: graph.call_function(by, (a, b)), terms) if terms else None
+
+    allowed, added = join("allowed", "barred", torch.logical_and), join("added", "taken", torch.add)
+    if added is None:
         return allowed
-    terms = [graph.call_function(torch.neg, (each,)) if negated else each for each, negated in found.added]
-    added = functools.reduce(lambda a, b: graph.call_function(torch.add, (a, b)), terms)
     added = graph.call_method("to", (added, found.result.meta["example_value"].dtype))
     if allowed is None:
         return added
@@ -138,8 +142,7 @@ def _spread(graph: Graph, node: Node, own: int, dims: int) -> Node:
 
 def _count_dims(found: Found) -> int:
     """Of all masks together."""
-    masks = [*found.allowed, *found.barred, *(each for each, _ in found.added)]
-    return max(int(each.meta["example_value"].dim()) for each in masks)
+    return max(int(mask.meta["example_value"].dim()) for _, mask in found.masks)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,22 @@ from fastloop.feeds.cache.marking import MARK
 from fastloop.feeds.cache.sample_cache import SampleCache
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
 from fastloop.feeds.lazy_loader import StandInDataset
-from fastloop.records.images import CenterCrop, Resize
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def list_leaves(dataset: Any) -> Iterator[Any]:
-    """The datasets below Subset and ConcatDataset."""
+def list_leaves(dataset: Any) -> list[Any]:
+    """The datasets below Subset and ConcatDataset, each once."""
+    parts = _list_parts(dataset)
+    leaves = [leaf for part in parts for leaf in list_leaves(part)] if parts else [dataset]
+    return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+def _list_parts(dataset: Any) -> list[Any]:
+    """The datasets that a Subset or ConcatDataset is made of."""
     if type(dataset) is Subset:
-        yield from list_leaves(dataset.dataset)
-    elif type(dataset) is ConcatDataset:
-        for part in dataset.datasets:
-            yield from list_leaves(part)
-    else:
-        yield dataset
+        return [dataset.dataset]
+    return list(dataset.datasets) if type(dataset) is ConcatDataset else []
 
 
 # -- image files ------------------------------------------------------------------------------------------------------
@@ -66,9 +68,6 @@ class CachedImages(StandInDataset):
             sample = call(sample)
         return sample, label
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        return [self[index] for index in indices]
-
 
 class _Reading:
     """What a dataset of images was found to be, and whether it still is that."""
@@ -76,29 +75,27 @@ class _Reading:
     def __init__(self, dataset: Any) -> None:
         self.source: ImageSource = read_source(dataset)
         self._seen = tuple(_list_settings(dataset))
-        self._leaf = next(list_leaves(dataset))
-        self._calls = tuple(list_calls(getattr(self._leaf, "transform", None)))
-        kept = len(list(_list_prefix(self._calls)))
-        self.prefix, self.rest = self._calls[:kept], self._calls[kept:]
-        self._steps = tuple(read_steps(call) for call in self.prefix)
-        self._strips = self.source.unknown is None
+        self._leaf = list_leaves(dataset)[0]
+        self._calls = list(list_calls(getattr(self._leaf, "transform", None)))
+        self._prefix = self.source.transforms[: len(self.source.facts.prefix)]
+        self.rest = self._calls[len(self._prefix) :]
 
     def holds(self) -> bool:
         """Whether the dataset's parts and transforms are the ones that were read."""
-        calls = tuple(list_calls(getattr(self._leaf, "transform", None)))
+        calls = list(list_calls(getattr(self._leaf, "transform", None)))
         return (
             all(getattr(item, name, None) is value for item, name, value in self._seen)
             and len(calls) == len(self._calls)
             and all(map(operator.is_, calls, self._calls))
-            and all(read_steps(call) == steps for call, steps in zip(self.prefix, self._steps, strict=True))
+            and all(read_steps(each.call) == each.steps for each in self._prefix)
         )
 
     def make(self, path: str) -> Any:
         """The picture, decoded, after the transforms that are kept with it."""
         picture = _open_picture(path)
-        for call in self.prefix:
-            picture = call(picture)
-        if self._strips:
+        for each in self._prefix:
+            picture = each.call(picture)
+        if self.source.unknown is None:
             picture.info = {}  # what no transform that follows looks at
         return picture
 
@@ -108,17 +105,8 @@ def _list_settings(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
     names = {Subset: ("indices", "dataset"), ConcatDataset: ("datasets",)}
     for name in names.get(type(dataset), ("transform", "target_transform", "loader")):
         yield dataset, name, getattr(dataset, name, None)
-    for part in [dataset.dataset] if type(dataset) is Subset else getattr(dataset, "datasets", ()):
+    for part in _list_parts(dataset):
         yield from _list_settings(part)
-
-
-def _list_prefix(calls: Sequence[Any]) -> Iterator[Any]:
-    """The leading transforms that draw nothing and keep an image an image."""
-    for call in calls:
-        steps = read_steps(call)
-        if not steps or not all(isinstance(step, (Resize, CenterCrop)) for step in steps):
-            return
-        yield call
 
 
 def _open_picture(path: str) -> Any:
@@ -132,11 +120,9 @@ def _open_picture(path: str) -> Any:
         return Image.open(file).convert("RGB")
 
 
-def read_images(dataset: Any) -> bytes:
-    """The fingerprint of what is kept of a dataset of images; raises `Unknown` where it is none."""
-    reading = _Reading(dataset)
-    steps = (repr(step) for call in reading.prefix for step in read_steps(call) or ())
-    return digest_texts("pictures", str(reading.source.unknown is None), *steps)
+def fingerprint_images(source: ImageSource) -> bytes:
+    """The fingerprint of what is kept of a dataset of images."""
+    return digest_texts("pictures", str(source.unknown is None), *map(repr, source.facts.prefix))
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------
@@ -178,13 +164,10 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def list_marked(dataset: Any) -> Iterator[tuple[Any, str]]:
     """The marked methods of a dataset: their owners, below Subset and ConcatDataset, and names."""
-    seen = set()
     for leaf in list_leaves(dataset):
-        if id(leaf) not in seen:
-            seen.add(id(leaf))
-            for name in dir(type(leaf)):
-                if hasattr(getattr(type(leaf), name, None), MARK):
-                    yield leaf, name
+        for name in dir(type(leaf)):
+            if hasattr(getattr(type(leaf), name, None), MARK):
+                yield leaf, name
 
 
 def read_marked(dataset: Any) -> tuple[bytes, bool, str | None]:

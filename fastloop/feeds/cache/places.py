@@ -172,22 +172,27 @@ def list_caches(root: Path) -> Iterator[Found]:
         with contextlib.suppress(OSError):
             files = [each.stat() for each in path.iterdir()]
             newest = max((file.st_mtime for file in files), default=path.stat().st_mtime)
+            with _hold_alone(path) as alone:
+                in_use = not alone
             yield Found(
                 path=path,
                 kept_bytes=sum(file.st_blocks * 512 for file in files),
                 age_s=max(0.0, time.time() - newest),
-                in_use=_is_used(path),
+                in_use=in_use,
                 info=_read_info(path),
             )
 
 
-def _is_used(path: Path) -> bool:
+@contextlib.contextmanager
+def _hold_alone(path: Path) -> Iterator[bool]:
+    """Keep everybody else out of a cache's directory; False where somebody uses it, or it is not ours to lock."""
     try:
         alive = os.open(path / ALIVE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
+    except OSError as error:
+        yield isinstance(error, FileNotFoundError)
+        return
     try:
-        return not _lock_alone(alive)
+        yield _lock_alone(alive)
     finally:
         os.close(alive)
 
@@ -202,20 +207,10 @@ def _read_info(path: Path) -> Mapping[str, Any]:
 
 def clear(found: Found) -> bool:
     """Remove a cache; False where somebody uses it, or it is not ours to remove."""
-    try:
-        alive = os.open(found.path / ALIVE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        _remove(found.path)
-        return not found.path.exists()
-    except OSError:
-        return False
-    try:
-        if not _lock_alone(alive):
-            return False
-        _remove(found.path)
-    finally:
-        os.close(alive)
-    return not found.path.exists()
+    with _hold_alone(found.path) as alone:
+        if alone:
+            _remove(found.path)
+        return alone and not found.path.exists()
 
 
 def sweep(root: Path, *, drafts_only: bool = False) -> None:

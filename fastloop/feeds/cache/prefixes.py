@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from fastloop.errors import let_through
@@ -28,7 +27,7 @@ def read_prefix(dataset: Any) -> PrefixFacts | str:
 def _read(dataset: Any) -> PrefixFacts | str:
     if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):
         return f"{type(dataset).__name__} has no samples that can be indexed"
-    leaf = next(datasets.list_leaves(dataset), dataset)
+    leaves = datasets.list_leaves(dataset)
     fingerprint, names_files, why = datasets.read_marked(dataset)
     if why is None:
         names = dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name in datasets.list_marked(dataset))
@@ -40,21 +39,17 @@ def _read(dataset: Any) -> PrefixFacts | str:
             source = read_source(dataset)
         except Unknown as reason:
             return f"{reason}, and none of its methods is marked by fastloop.cached_prefix"
-        fingerprint, size = datasets.read_images(dataset), _measure_images(source)
+        fingerprint, size = datasets.fingerprint_images(source), _measure_images(source)
         steps = [type(step).__name__ for step in source.facts.prefix]
         what = "decoded images" + (f" after {', '.join(steps)}" if steps else "")
     return PrefixFacts(
         what=what,
-        dataset=f"{type(leaf).__name__}{f' of {root}' if (root := _find_root(leaf)) else ''}",
+        dataset=f"{type(leaves[0]).__name__}{f' of {root}' if (root := _find_root(leaves[0])) else ''}",
         fingerprint=fingerprint.hex(),
-        samples=min(len(dataset), sum(len(leaf) for leaf in _list_different(dataset))),
+        samples=min(len(dataset), sum(map(len, leaves))),
         sample_bytes=size,
         names_files=names_files,
     )
-
-
-def _list_different(dataset: Any) -> Iterator[Any]:
-    yield from {id(leaf): leaf for leaf in datasets.list_leaves(dataset)}.values()
 
 
 def _find_root(leaf: Any) -> str | None:

@@ -157,10 +157,9 @@ def open_server(url: str, name: str, info: Mapping[str, Any]) -> ServerStore:
     Raises:
         NotApplicable: there is none.
     """
-    client = connect(url)
-    with contextlib.suppress(Exception):  # read-only or full: found out again with the first sample
+    # Read-only or full: found out again with the first sample.
+    with contextlib.closing(connect(url)) as client, contextlib.suppress(Exception):
         client.set(f"{PREFIX}{name}:info", json.dumps(dict(info)), nx=True)
-    client.close()
     return ServerStore(url, name)
 
 
@@ -170,15 +169,12 @@ def read_room(url: str) -> int | None:
     Raises:
         NotApplicable: there is none.
     """
-    client = connect(url)
-    try:
+    with contextlib.closing(connect(url)) as client:
         nodes = client.info("memory")
-        told = [nodes] if "used_memory" in nodes else list(nodes.values())
-        limits = [each.get("maxmemory") or each.get("total_system_memory") for each in told]
-        rooms = [limit - each["used_memory"] for limit, each in zip(limits, told, strict=True) if limit]
-        return max(0, sum(rooms)) if rooms else None
-    finally:
-        client.close()
+    told = [nodes] if "used_memory" in nodes else list(nodes.values())
+    limits = [each.get("maxmemory") or each.get("total_system_memory") for each in told]
+    rooms = [limit - each["used_memory"] for limit, each in zip(limits, told, strict=True) if limit]
+    return max(0, sum(rooms)) if rooms else None
 
 
 def list_server(url: str) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
@@ -187,18 +183,15 @@ def list_server(url: str) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
     Raises:
         NotApplicable: there is none.
     """
-    client = connect(url)
     sizes: dict[str, int] = {}
     infos: dict[str, Mapping[str, Any]] = {}
-    try:
+    with contextlib.closing(connect(url)) as client:
         for found in client.scan_iter(match="fastloop-samples:*", count=1000):
             name, _, entry = found.decode(errors="replace").removeprefix("fastloop-samples:").rpartition(":")
             if entry == "info":
                 with contextlib.suppress(ValueError):
                     infos[name] = json.loads(client.get(found) or b"{}")
             sizes[name] = sizes.get(name, 0) + int(client.memory_usage(found) or 0)
-    finally:
-        client.close()
     yield from ((name, size, infos.get(name, {})) for name, size in sorted(sizes.items()))
 
 
@@ -209,12 +202,9 @@ def clear_server(url: str, name: str) -> bool:
         NotApplicable: there is none.
     """
     redis: Any = importlib.import_module("redis")
-    client = connect(url)
-    try:
+    with contextlib.closing(connect(url)) as client:
         for key in list(client.scan_iter(match=f"fastloop-samples:{name}:*", count=1000)):
             with contextlib.suppress(redis.ResponseError):  # no text, and so not ours
                 if key.endswith(b":info") or is_ours(client.getrange(key, 0, RECORD_HEAD - 1)):
                     client.unlink(key)
-    finally:
-        client.close()
     return True

@@ -14,7 +14,7 @@ from fastloop.feeds.cache import places
 from fastloop.records.facts import PrefixFacts
 
 if TYPE_CHECKING:
-    from fastloop.feeds.cache.sample_cache import SampleCache, Store
+    from fastloop.feeds.cache.sample_cache import Store
 
 _SHARE_OF_FREE = 0.9
 """Of what is free when a store is opened; somebody else will want the rest."""
@@ -34,7 +34,7 @@ class KeptSamples:
     path: str | None = None
     url: str | None = None
     live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """What `wrap` began and `close` ends."""
+    """What `wrap` began and `close` ends: caches, each with the methods that it was put in."""
 
     def wrap(self, dataset: Any) -> Any:
         """The dataset, its samples kept.
@@ -48,12 +48,9 @@ class KeptSamples:
         places.sweep(places.find_shm_root())
         store, room = self._open()
         cache = SampleCache(store, share_of(self.prefix, room))
-        self.live.append(cache)
+        self.live.append((cache, datasets.put_in(dataset, cache)))
         atexit.register(self.close)  # for a program that ends without its Trainer's teardown
-        if done := datasets.put_in(dataset, cache):
-            self.live.append(done)
-            return dataset
-        if any(datasets.list_marked(dataset)):  # another loader's, and kept by it
+        if any(datasets.list_marked(dataset)):  # they keep what they return, for this loader or another one
             return dataset
         return datasets.CachedImages(dataset, cache, bytes.fromhex(self.prefix.fingerprint))
 
@@ -90,29 +87,21 @@ class KeptSamples:
 
     def evidence(self) -> Mapping[str, Any]:
         """Hits and misses of all processes, and what is in the store."""
-        caches = self._list_caches()
-        return {"store": self.store, **caches[-1].evidence()} if caches else {}
+        return {"store": self.store, **self.live[-1][0].evidence()} if self.live else {}
 
     def read_fill_s(self) -> tuple[float, float]:
         """Seconds that putting samples into the store has taken: the training process, and one of its workers."""
-        caches = self._list_caches()
-        return caches[-1].read_fill_s() if caches else (0.0, 0.0)
+        return self.live[-1][0].read_fill_s() if self.live else (0.0, 0.0)
 
     def close(self) -> None:
         """The dataset is what it was, and the store is left."""
         from fastloop.feeds.cache import datasets
 
         atexit.unregister(self.close)
-        caches = self._list_caches()
-        for each in self.live:
-            if isinstance(each, list):
-                datasets.take_out(each)
-        self.live.clear()
-        for cache in caches:
+        while self.live:
+            cache, done = self.live.pop()
+            datasets.take_out(done)
             cache.close()
-
-    def _list_caches(self) -> list[SampleCache]:
-        return [each for each in self.live if not isinstance(each, list)]
 
 
 def share_of(prefix: PrefixFacts, room: int | None) -> float:

@@ -99,9 +99,6 @@ class ByteDataset(StandInDataset):
     def __getitem__(self, index: Any) -> ByteSample:
         return ByteSample(*self.inner[index])
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[ByteSample]:
-        return [self[index] for index in indices]
-
 
 class ToFloats:
     """Makes floats of bytes, as transforms of the user's do it on the CPU, bit for bit.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,22 +15,6 @@ from fastloop.evidence.sync.cuda_warnings import SyncWarnings
 
 Work = Callable[[], Sequence[torch.Tensor]]
 """What is to be recorded; returns the tensors that every replay writes anew."""
-
-
-class Recorder(Protocol):
-    """Records work in the order in which it will be replayed."""
-
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Where work is recorded: on a stream of its own. Afterwards, all that was launched there is done."""
-
-    def find_syncs(self, work: Callable[[], object]) -> list[str]:
-        """Run `work`; the lines in it that make the host wait for the device, which no recording survives."""
-
-    def record(self, work: Work) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-        """What `work` returned, and what launches it again. Whether it has run once by then is not said."""
-
-    def wait(self) -> None:
-        """Until the device has done all that was launched."""
 
 
 class CudaRecorder:
@@ -44,6 +27,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
+        """Where work is recorded: on a stream of its own. Afterwards, all that was launched there is done."""
         self.wait()
         try:
             with torch.cuda.stream(self._stream):
@@ -52,6 +36,7 @@ class CudaRecorder:
             self.wait()
 
     def find_syncs(self, work: Callable[[], object]) -> list[str]:
+        """Run `work`; the lines in it that make the host wait for the device, which no recording survives."""
         found: list[str] = []
 
         def note(frame: object) -> None:
@@ -63,6 +48,7 @@ class CudaRecorder:
         return found
 
     def record(self, work: Work) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """What `work` returned, and what launches it again. Whether it has run once by then is not said."""
         graph = torch.cuda.CUDAGraph()
         random_state = torch.cuda.get_rng_state(self._device)
         with self.aside():
@@ -77,6 +63,7 @@ class CudaRecorder:
         return tensors, graph.replay
 
     def wait(self) -> None:
+        """Until the device has done all that was launched."""
         torch.cuda.synchronize(self._device)
 
     def _recover(self, graph: torch.cuda.CUDAGraph, random_state: torch.Tensor) -> None:

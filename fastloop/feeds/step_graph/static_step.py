@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastloop.feeds.batch_tree import is_container, map_tensors, tensors
-from fastloop.feeds.step_graph.recording import Recorder
+from fastloop.feeds.step_graph.recording import CudaRecorder
 
 _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype)
 
@@ -59,7 +59,7 @@ class StaticStep:
             found = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
         return made, found
 
-    def record(self, recorder: Recorder) -> None:
+    def record(self, recorder: CudaRecorder) -> None:
         """Record forward and backward, on the batch at hand.
 
         Raises:

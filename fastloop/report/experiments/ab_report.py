@@ -136,7 +136,7 @@ def _rate(result: ExperimentResult, best: Pair | None) -> list[str]:
     one = best[0]
     sure = "no interval"
     if one.ci95 is not None:
-        sure = f"interval of the ratio {verdict_words.between(one)}, {verdict_words.level(one)}"
+        sure = f"{verdict_words.level(one)} interval of the ratio {verdict_words.between(one)}"
     visible = "" if one.mde_pct is None else f"; smallest visible difference {number(one.mde_pct)} %"
     return [f"{', '.join(rates)} ({_count(shown)}; {sure}){visible}{_explain_medians(one, shown)}"]
 

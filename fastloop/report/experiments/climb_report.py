@@ -16,7 +16,7 @@ from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
 from fastloop.report.run.summary import number, short
 
-SCREEN = "screening proves nothing; a fresh A/B test of the best stack against the baseline does"
+SCREEN = "screening proves nothing, only a fresh A/B test of the best stack against the baseline does"
 HOW = (
     "The climb takes the family of rungs with the highest ceiling, predicts what its next rung saves, tunes the rung's"
     " own numbers by step time, and screens it against what was there before. A rung is kept where it seems faster and"
@@ -40,7 +40,7 @@ def lines(climb: ClimbFile) -> list[str]:
         ("PROOF" if climb.confirmed else "WHY", [_explain(climb)]),
         ("RATE", [_compare_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
-        ("BACK", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
+        ("NOT KEPT", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
         ("DROPPED", [", ".join(dropped) + ": not slower without"] if (dropped := _list_dropped(climb)) else []),
         ("LADDERS", [_list_ladders(climb)]),
         ("CEILINGS", [f"{limits} samples/s"] if limits else []),
@@ -151,7 +151,7 @@ def _explain(climb: ClimbFile) -> str:
         return _describe_confirmation(climb.confirmed)
     kept, back = _split(climb)
     if kept:
-        return f"Nothing is confirmed yet; {SCREEN}"
+        return f"Nothing is confirmed yet: {SCREEN}"
     if broken := select_broken(back):
         return f"Faster, but parity failed: {', '.join(each.name for each in broken)}"
     if (unanswered := select_unanswered(back)) and not climb.partial:

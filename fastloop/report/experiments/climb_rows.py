@@ -101,8 +101,10 @@ def format_interval(attempt: Attempt) -> str:
 
 def describe_saving(attempt: Attempt) -> str:
     """What a rung saved, beside what was predicted, in one phrase."""
-    ends = "" if attempt.ci95_saved_ms is None else f"{format_interval(attempt)}, "
-    return f"saved {short(attempt.measured_saved_ms, 'ms')} ({ends}predicted {short(attempt.predicted_saved_ms)})"
+    ends = "" if attempt.ci95_saved_ms is None else f"95 % interval {format_interval(attempt)}, "
+    guess = attempt.predicted_saved_ms
+    predicted = "not predicted" if guess is None else f"predicted {short(guess)}"
+    return f"saved {short(attempt.measured_saved_ms, 'ms')} ({ends}{predicted})"
 
 
 def compute_median_error_pct(climb: ClimbFile) -> float | None:

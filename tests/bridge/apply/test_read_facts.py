@@ -30,7 +30,7 @@ def test_a_plain_run() -> None:
     found = facts()
     assert (found.device, found.world_size, found.local_ranks, found.strategy) == ("cpu", 1, 1, "SingleDeviceStrategy")
     assert found.plain_gradients and not found.is_ddp and found.precision == "32-true" and not found.own_precision
-    assert found.automatic_optimization and not found.resuming and not found.clip and found.accumulate == 1
+    assert found.automatic_optimization and not found.resuming and found.accumulate == 1
     assert found.batchnorms == found.convs == found.not_mean_losses == found.autocasts == found.transfer_hooks == ()
     assert found.compile_targets == ("net",) and found.loader is None and found.cpu_count >= 1
 
@@ -49,7 +49,6 @@ def test_layers_whose_sizes_the_first_batch_tells() -> None:
         ({"precision": "bf16-true"}, "precision", "bf16-true"),
         ({"accumulate_grad_batches": 3}, "accumulate", 3),
         ({"accumulate_grad_batches": 3}, "micro_batches", True),
-        ({"gradient_clip_val": 0.5}, "clip", True),
         ({"reload_dataloaders_every_n_epochs": 2}, "reload_every_n_epochs", 2),
         ({"limit_train_batches": 5}, "limit_train_batches", 5),
         ({"val_check_interval": 0.5}, "val_check_interval", 0.5),
@@ -91,7 +90,7 @@ def test_hooks_of_the_user_and_who_has_them() -> None:
     made, module = trainer(), Hooks()
     made.strategy.connect(module)
     found = read_facts.run_facts(made, made.strategy)
-    assert found.transfer_hooks == ("on_after_batch_transfer",) and found.clip
+    assert found.transfer_hooks == ("on_after_batch_transfer",)
     assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is module
     made.datamodule = data = DataHooks()  # type: ignore[attr-defined]
     assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is data
@@ -130,9 +129,26 @@ class Suspect(Regression):
         torch.nn.functional.mse_loss(*batch, reduction="none")
 
 
+class Odds(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = torch.nn.BCELoss()
+
+    def compute_loss(self, odds: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.criterion(odds, y) + torch.nn.functional.binary_cross_entropy(odds, y)
+
+    def other_loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
+
+
+def test_losses_that_autocast_refuses_are_found() -> None:
+    assert facts(Odds()).refused_losses == ("criterion", "compute_loss")
+
+
 def test_what_a_module_does_as_far_as_its_source_says() -> None:
     found = facts(Suspect())
     assert found.autocasts == ("Suspect.training_step",) and found.detaches_grads == ("Suspect.on_after_backward",)
+    assert found.handles_grads == ("Suspect.on_after_backward",)
     losses = {text.split(" ")[0] for text in found.not_mean_losses}
     assert {"sum", "weighted", "Suspect.training_step"} <= losses and not losses & {"mean", "Suspect.validation_step"}
     assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)

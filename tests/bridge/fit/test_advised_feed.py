@@ -38,7 +38,7 @@ def collate(samples: Any) -> Any:
     return default_collate(samples)
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("own_collate", [False, True])
 def test_what_the_loader_cannot_have_is_not_advised(
     own_collate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

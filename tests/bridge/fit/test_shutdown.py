@@ -77,8 +77,8 @@ def test_a_batch_that_does_not_end_is_interrupted(monkeypatch: pytest.MonkeyPatc
     begun = time.monotonic()
     with pytest.raises(SystemExit) as caught, shutdown.ends(trainer(received_sigterm=True)):
         terminate()
-        time.sleep(10)
-    assert caught.value.code == 143 and time.monotonic() - begun < 5
+        time.sleep(60)
+    assert caught.value.code == 143 and time.monotonic() - begun < 50
 
 
 def test_a_second_sigterm_does_not_wait() -> None:
@@ -122,15 +122,15 @@ def test_the_last_resort_ends_everything(tmp_path: Any) -> None:
         "from types import SimpleNamespace\n"
         "from fastloop.bridge.fit import shutdown\n"
         "shutdown.PATIENCE_S = 60; shutdown.LIMIT_S = 1\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(250)'])\n"
         "stuck = SimpleNamespace(received_sigterm=True, callbacks=[], strategy=SimpleNamespace(launcher=None))\n"
         "with shutdown.ends(stuck):\n"
-        "    print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)\n"
+        "    print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(250)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 143, done.stderr
     with pytest.raises(ProcessLookupError):
-        for _ in range(100):
+        for _ in range(1000):
             os.kill(int(done.stdout), 0)
             time.sleep(0.05)
 
@@ -158,7 +158,7 @@ def test_what_a_training_raises_once_it_was_told_to_end_is_a_consequence(number:
     with pytest.raises(told), shutdown.ends(trainer()):
         try:
             os.kill(os.getpid(), number)
-            time.sleep(5)
+            time.sleep(60)
         except BaseException:
             raise RuntimeError("DataLoader worker exited unexpectedly") from None
 
@@ -180,7 +180,7 @@ def test_the_ranks_it_started_end_with_it(monkeypatch: pytest.MonkeyPatch) -> No
     launcher = SimpleNamespace(procs=[hung, done])
     with pytest.raises(ValueError, match="x"), shutdown.ends(trainer(strategy=SimpleNamespace(launcher=launcher))):
         raise ValueError("x")
-    assert hung.wait(5) == -signal.SIGKILL and done.wait(5) in (0, -signal.SIGKILL)
+    assert hung.wait(50) == -signal.SIGKILL and done.wait(50) in (0, -signal.SIGKILL)
 
 
 def test_ranks_of_a_fit_that_ended_well_are_left_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,23 +221,26 @@ def test_a_ctrl_c_that_a_destructor_swallowed_is_repeated(monkeypatch: pytest.Mo
         thing = Swallows()
         del thing
         swallowed = True
-        time.sleep(10)
+        time.sleep(60)
     assert swallowed
 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_ctrl_c_that_was_heard_is_not_repeated(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutdown, "AGAIN_S", 0.1)
-    fit = trainer()
+    monkeypatch.setattr(shutdown, "AGAIN_S", 60.0)
+    fit, alarms = trainer(), []
+    alarm = shutdown._Signals._on_alarm
+    monkeypatch.setattr(shutdown._Signals, "_on_alarm", lambda *given: (alarms.append(1), alarm(*given)))
     with shutdown.ends(fit):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            time.sleep(60)
         if marked:  # as Lightning does, first the one and then the other
             fit.interrupted = True
         else:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)  # sooner than it was set to
         begun = time.monotonic()
-        while time.monotonic() - begun < 0.4:
+        while len(alarms) < 3 and time.monotonic() - begun < 60:
             time.sleep(0.05)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(alarms) >= 3 and signal.getsignal(signal.SIGINT) is signal.default_int_handler

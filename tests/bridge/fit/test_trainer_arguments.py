@@ -139,7 +139,7 @@ def test_every_command_says_so_without_torch(arguments: Any, tmp_path: Path) -> 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 2 and "do  write max_epochs" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -294,7 +294,7 @@ def test_a_fault_of_its_own_costs_only_the_ledger(tmp_path: Path, monkeypatch: p
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
-    python(Path(__file__).with_name("parity_ranks.py"), cwd=tmp_path, limit_s=150)
+    python(Path(__file__).with_name("parity_ranks.py"), cwd=tmp_path, limit_s=250)
     ledgers = {
         name: [json.loads((tmp_path / name / f"ledger{rank}.json").read_text()) for rank in ("", "-1")]
         for name in ("base", "arm")

@@ -21,9 +21,9 @@ def trainer_with(precision: str = "32-true", scaler: Any = None) -> Any:
 
 def test_what_is_saved_is_read_and_every_rank_has_its_own_batches(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    size = gradient_state.save(folder, 0, {"loss": 1.5, "weights": {"a": torch.ones(3)}, "batches": [[torch.zeros(1)]]})
+    gradient_state.save(folder, 0, {"loss": 1.5, "weights": {"a": torch.ones(3)}, "batches": [[torch.zeros(1)]]})
     gradient_state.save(folder, 2, {"batches": [[torch.ones(1)]]})
-    assert size == (folder / "gradients.pt").stat().st_size and len(list(folder.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 2
     assert [float(gradient_state.read(folder, rank)["batches"][0][0]) for rank in (0, 1, 2)] == [0, 0, 1]
     assert gradient_state.read(folder, 2)["loss"] == 1.5
 

@@ -96,7 +96,7 @@ def test_a_base_that_rounding_scatters_is_measured_where_it_does_not(scattered: 
 
 
 @pytest.mark.parametrize("kind", [AThirdOff, AThirdOffBelow, Reweighted])
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(250)
 def test_a_gradient_that_is_a_third_off_fails_under_amp(
     kind: Any, scattered: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_a_third_off_fails_under_amp(
 
 
 @pytest.mark.parametrize("rungs", [{"amp": {}}, {"amp": {"mode": "16-mixed"}}, {"layout": {}}], ids=str)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(250)
 def test_an_honest_arm_passes_where_rounding_scatters_the_gradient(
     rungs: Any, scattered: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

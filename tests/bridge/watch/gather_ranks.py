@@ -106,7 +106,7 @@ def bare() -> None:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(30)
+            process.join(100)
             process.kill()
         codes[name] = [process.exitcode for process in processes]
     write("codes", **codes)
@@ -162,7 +162,7 @@ def slurm() -> None:
         )
         for rank in (0, 1)
     ]
-    assert [task.wait(60) for task in tasks] == [0, 0]
+    assert [task.wait(150) for task in tasks] == [0, 0]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Look(L.Callback):
         if batch_idx != 2:
             return
         full = loader_state.count_queued_batches(trainer)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 100
         while loader_state.count_batches_owed(trainer) and time.monotonic() < end:
             time.sleep(0.02)
         self.seen = {

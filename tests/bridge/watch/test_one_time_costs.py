@@ -1,4 +1,7 @@
-"""What comes once in a real fit is told apart: compiles, the start of workers, rehearsals. All on the CPU."""
+"""What comes once in a real fit is told apart: compiles, the start of workers, rehearsals. All on the CPU.
+
+Time passes on a clock that nothing else on this machine moves, but for the start of workers.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.records.measurement import Measurement
 from fastloop.report.run import summary
+from tests.bridge.watch import planted
 from tests.bridge.watch.made_up import forget_compiles
 from tests.models import trainer
 
@@ -35,11 +39,23 @@ def fresh_compiler() -> Iterator[None]:
     forget_compiles()
 
 
+@pytest.fixture(autouse=True)
+def own_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.function is test_the_start_of_workers_is_timed:
+        monkeypatch.setattr(planted, "sleep", time.sleep)
+        return
+    began = time.time() - planted.read_clock_s()
+    planted.use_clock(monkeypatch)
+    monkeypatch.setattr(time, "perf_counter", planted.read_clock_s)
+    monkeypatch.setattr(time, "time", lambda: began + planted.read_clock_s())
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (began + planted.read_clock_s())))
+
+
 def slow(seconds: float = COMPILE_S) -> Callable[..., Any]:
     """A backend of torch.compile that takes as long as it is told to, and runs the graph as it is."""
 
     def backend(graph: Any, _inputs: Any) -> Any:
-        time.sleep(seconds)
+        planted.sleep(seconds)
         return graph.forward
 
     return backend
@@ -55,11 +71,11 @@ class Compiled(L.LightningModule):
         self.validation_s, self.step_s = validation_s, STEP_S
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        time.sleep(self.step_s)
+        planted.sleep(self.step_s)
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        time.sleep(self.validation_s)
+        planted.sleep(self.validation_s)
         self.net(batch)
 
     def configure_optimizers(self) -> Any:
@@ -183,7 +199,7 @@ def test_a_rehearsal_is_in_no_step_and_its_compile_counts_as_one() -> None:
                 assert loop._eyes is not None
                 began = time.perf_counter()
                 with loop._eyes.one_time.span("rehearsal"):
-                    time.sleep(COMPILE_S)
+                    planted.sleep(COMPILE_S)
                     torch.compile(torch.nn.Linear(3, 3), backend=slow(0.3))(torch.randn(2, 3))
                 took_s.append(time.perf_counter() - began)
 
@@ -200,7 +216,7 @@ def test_a_rehearsal_is_in_no_step_and_its_compile_counts_as_one() -> None:
 @pytest.mark.parametrize("rehearsal", ["on", "off"])
 def test_the_rehearsal_of_a_rung_is_told_apart(rehearsal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Rehearsal.run
-    monkeypatch.setattr(Rehearsal, "run", lambda self: (time.sleep(COMPILE_S), run(self))[1])
+    monkeypatch.setattr(Rehearsal, "run", lambda self: (planted.sleep(COMPILE_S), run(self))[1])
     config = {"watch": {"warmup_steps": 1}, "rehearsal": rehearsal, "rungs": {"amp": {"enabled": True}}}
     loop = FastLoop(config, quiet=True)
     trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1).fit(Compiled(), batches())
@@ -218,7 +234,7 @@ class Naps(torch.nn.Linear):
         self.steps, self.from_step = 0, from_step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.03 if self.steps >= self.from_step else 0.0)
+        planted.sleep(0.03 if self.steps >= self.from_step else 0.0)
         return super().forward(x)
 
 

@@ -30,7 +30,8 @@ def compute(seconds: float) -> None:
 
 @there
 def test_sleep_counts_and_work_does_not() -> None:
-    asleep, busy = spent(lambda: time.sleep(0.2)), spent(lambda: compute(0.2))
+    asleep = spent(lambda: time.sleep(0.2))
+    busy = min(spent(lambda: compute(0.2)) for _ in range(3))  # a machine that stands still counts, too
     assert asleep > 0.15 and busy < 0.6 * asleep
 
 

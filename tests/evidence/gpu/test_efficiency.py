@@ -11,11 +11,12 @@ from fastloop.evidence.gpu.efficiency import (
     write_mfu_notes,
 )
 from fastloop.records.measurement import MFU_PEAKS, Measurement
+from fastloop.records.trial import DeviceRates
 
 
 def test_above_one_is_shown_and_doubted() -> None:
     seen = Measurement(device="cuda", device_name="NVIDIA H100 80GB HBM3", precision="bf16-mixed", samples_per_s=1800.0)
-    seen = add_work(seen, flops={"per_sample": 5e11}, gemm_tflop_per_s=800.0)
+    seen = add_work(seen, flops={"per_sample": 5e11}, rates=DeviceRates(gemm_tflop_per_s=800.0))
     (note,) = seen.state
     assert seen.mfu["measured_peak"] == pytest.approx(1.125) and "mfu.measured_peak is 1.12" in note
     assert len(write_mfu_notes(dict.fromkeys(MFU_PEAKS, 1.01))) == 3

@@ -17,13 +17,14 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 class Library:
     """Holds its lock while it is called, as NVML does."""
 
-    def __init__(self, call_s: float) -> None:
+    def __init__(self, call_s: float = 0.0) -> None:
         self.lock, self.call_s, self.inside = threading.Lock(), call_s, threading.Event()
+        self.forked = threading.Event()
 
     def call(self) -> None:
         with self.lock:
             self.inside.set()
-            time.sleep(self.call_s)
+            self.forked.wait(self.call_s)
 
 
 def locked_in_child(library: Library) -> bool:
@@ -38,7 +39,7 @@ def locked_in_child(library: Library) -> bool:
 def test_a_fork_waits_for_the_call_in_progress(gated: bool) -> None:
     with no_fork():
         pass  # the hooks are there
-    library = Library(0.3)
+    library = Library(0.3 if gated else 60.0)
 
     def work() -> None:
         if gated:
@@ -49,14 +50,15 @@ def test_a_fork_waits_for_the_call_in_progress(gated: bool) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert library.inside.wait(5)
+    assert library.inside.wait(50)
     assert locked_in_child(library) is (not gated)
+    library.forked.set()
     thread.join()
 
 
 def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "LIMIT_S", 0.2)
-    library, release = Library(0.0), threading.Event()
+    library, release = Library(), threading.Event()
 
     def work() -> None:
         with no_fork():
@@ -65,11 +67,11 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert library.inside.wait(5)
+    assert library.inside.wait(50)
     begun = time.monotonic()
     assert locked_in_child(library) is False
     took = time.monotonic() - begun
-    assert 0.2 <= took < 5 and thread.is_alive()
+    assert 0.2 <= took < 15 and thread.is_alive()
     release.set()
     thread.join()
     with no_fork():

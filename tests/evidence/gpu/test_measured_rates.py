@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from fastloop.evidence.gpu import measured_rates as module
-from fastloop.evidence.gpu.measured_rates import Rates, measure, read_cached
+from fastloop.evidence.gpu.measured_rates import DeviceRates, measure, read_cached
 
 UUID, NAME = "GPU-1", "NVIDIA H200"
-FOUND = Rates(gemm_tflop_per_s=700.0, copy_tb_per_s=4.0, gemm_size=8192)
+FOUND = DeviceRates(gemm_tflop_per_s=700.0, copy_tb_per_s=4.0, gemm_size=8192)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "fastloop"
 
 
-def keep(rates: Rates = FOUND) -> None:
+def keep(rates: DeviceRates = FOUND) -> None:
     module._keep(rates, UUID, NAME)
 
 
@@ -41,8 +41,8 @@ def test_what_was_kept_comes_back(cache: Path) -> None:
     assert read_cached(UUID, NAME) is None
     keep()
     assert read_cached(UUID, NAME) == FOUND
-    keep(Rates(copy_tb_per_s=0.9))
-    assert read_cached(UUID, NAME) == Rates(copy_tb_per_s=0.9)
+    keep(DeviceRates(copy_tb_per_s=0.9))
+    assert read_cached(UUID, NAME) == DeviceRates(copy_tb_per_s=0.9)
     assert the_file(cache).suffix == ".json", "a draft was left behind"
     assert cache.stat().st_mode & 0o077 == 0
 
@@ -122,7 +122,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, cache
 
 
 def test_without_cuda_nothing_is_measured_or_kept(cache: Path) -> None:
-    assert measure(torch.device("cpu")) == Rates() and not cache.exists()
+    assert measure(torch.device("cpu")) == DeviceRates() and not cache.exists()
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_short_memory_takes_smaller_sizes_and_is_not_kept(device: dict[str, Any]
 
 def test_no_memory_at_all(device: dict[str, Any]) -> None:
     device["free"] = 10 << 20
-    assert measure(CUDA) == Rates() and read_cached(UUID, NAME) is None
+    assert measure(CUDA) == DeviceRates() and read_cached(UUID, NAME) is None
 
 
 def test_a_chip_without_bf16_keeps_its_copy_rate(device: dict[str, Any]) -> None:
@@ -202,6 +202,6 @@ def test_reading_the_cache_does_not_start_cuda(tmp_path: Path) -> None:
         f"assert read_cached({UUID!r}, {NAME!r}) is None and not torch.cuda.is_initialized()"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from fastloop.evidence.gpu import series
 from fastloop.evidence.gpu.sampler import Board, BoardSeen
 from fastloop.evidence.gpu.series import MOST_ROWS
 from fastloop.records.measurement import GPU_READINGS
+from tests.commands.command_line import wait_for
 from tests.evidence.gpu.fake_nvml import GIB, UUID, FakeNvml, NVMLError
 
 OTHER = 4_000_001
@@ -33,16 +34,29 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.setattr(module, "SHORTEST_ROW_S", 0.002)
     monkeypatch.setattr(module, "POLL_S", 0.001)
     monkeypatch.setattr(series, "LEAST_S", 0.2)
+    numbers = module.Gpu.numbers
+    rows.clear()
+    monkeypatch.setattr(module.Gpu, "numbers", lambda gpu: (rows.append(1), numbers(gpu))[1])
     return fake
 
 
+rows: list[int] = []
+"""As many as were read."""
+
+
 def watched(seconds: float = 0.3, meanwhile: Callable[[], None] = lambda: None, uuid: str | None = UUID) -> Board:
+    """A watcher that has read the rows of this time, however long they took."""
     board = Board(uuid)
     board.start()
-    time.sleep(seconds / 2)
+    wait_for_rows(seconds / 2)
     meanwhile()
-    time.sleep(seconds / 2)
+    wait_for_rows(seconds / 2)
     return board
+
+
+def wait_for_rows(seconds: float) -> None:
+    wanted = len(rows) + int(seconds / module.PERIOD_S)
+    wait_for(lambda: len(rows) >= wanted or not threads())
 
 
 def seen(seconds: float = 0.3, meanwhile: Callable[[], None] = lambda: None) -> BoardSeen:
@@ -74,7 +88,7 @@ def test_everything_there_is(nvml: FakeNvml) -> None:
             "sm_clock_max_mhz": 1980.0,
         }
     )
-    assert 0.25 < found.seconds < 5 and found.state == ()
+    assert found.seconds > 0.1 and found.state == ()
     assert len(found.timeline) > 3 and found.timeline[-1]["t_s"] == pytest.approx(found.seconds, abs=0.01)
     assert set(found.timeline[0]) == {"t_s", *GPU_READINGS} - {"sm_clock_max_mhz", "throttle"}
 
@@ -90,21 +104,27 @@ def test_the_thread_is_a_daemon_it_ends_and_leaves_nvml_as_it_was(nvml: FakeNvml
 
 
 def test_starting_is_not_waited_for(nvml: FakeNvml) -> None:
-    nvml.before_call = lambda name: time.sleep(0.5) if name == "nvmlInit" else None
+    started = threading.Event()
+    heard: list[bool] = []
+    nvml.before_call = lambda name: heard.append(started.wait(20)) if name == "nvmlInit" else None
     board = Board(UUID)
-    begun = time.monotonic()
     board.start()
-    assert time.monotonic() - begun < 0.4
+    started.set()
+    wait_for(lambda: heard)
+    assert heard == [True]
     assert board.stop() is not None
 
 
 def test_stop_is_heard_between_readings(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 60.0)
     monkeypatch.setattr(module, "POLL_S", 30.0)
-    board = watched(0.2)
+    board = Board(UUID)
+    board.start()
+    wait_for(lambda: nvml.calls.get("nvmlDeviceGetTotalEnergyConsumption"))
+    time.sleep(0.05)
     begun = time.monotonic()
     found = board.stop()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 25
     assert found is not None and len(found.timeline) == 1
     assert found.means["sm_active_pct"] == 88.0
     assert found.means["watts"] is None and found.means["nvml_busy_pct"] is None, "they look back past the start"
@@ -113,7 +133,7 @@ def test_stop_is_heard_between_readings(nvml: FakeNvml, monkeypatch: pytest.Monk
 def test_energy_is_the_counters_and_its_error_the_periods(nvml: FakeNvml) -> None:
     board = Board(UUID)
     board.start()
-    time.sleep(0.6)
+    wait_for_rows(0.6)
     found = board.stop()
     assert found is not None and found.joule is not None and found.joule_error_pct is not None
     truth = nvml.watts * found.seconds
@@ -168,9 +188,13 @@ def test_old_gpus_have_no_counters(nvml: FakeNvml) -> None:
 
 def test_under_mig_nothing_of_the_board_is_given(nvml: FakeNvml) -> None:
     nvml.mig = 1
-    found = seen(0.4)
-    assert set(found.means.values()) == {None} and found.timeline == () and found.joule is None
-    assert "MIG" in found.state[0] and found.seconds > 0.3
+    board = Board(UUID)
+    board.start()
+    wait_for(lambda: nvml.calls.get("nvmlDeviceGetMigMode"))
+    time.sleep(0.3)
+    found = board.stop()
+    assert found is not None and set(found.means.values()) == {None} and found.timeline == () and found.joule is None
+    assert "MIG" in found.state[0] and found.seconds > 0
     assert threads() == [] and nvml.users == 0
 
 
@@ -205,7 +229,7 @@ def test_throttling_is_named_with_its_share(nvml: FakeNvml) -> None:
     (sentence,) = found.state
     assert "sw_power_cap" in sentence and "1,500 of 1,980 MHz" in sentence
     share = int(sentence.partition("sw_power_cap ")[2].partition(" %")[0])
-    assert 20 < share < 80
+    assert 0 < share < 100
 
 
 def test_no_throttle_reading_is_not_no_throttling(nvml: FakeNvml) -> None:
@@ -256,13 +280,13 @@ def test_a_driver_that_hangs_is_left_behind(nvml: FakeNvml, monkeypatch: pytest.
     nvml.before_call = hang
     board = Board(UUID)
     board.start()
-    assert stuck.wait(5)
+    assert stuck.wait(50)
     begun = time.monotonic()
     assert board.stop() is None
-    assert time.monotonic() - begun < 2 and board.why == "NVML did not answer within 0.2 s"
+    assert time.monotonic() - begun < 15 and board.why == "NVML did not answer within 0.2 s"
     (thread,) = threads()
     release.set()
-    thread.join(5)
+    thread.join(50)
     assert not thread.is_alive() and nvml.users == 0, "it ends by itself once NVML answers"
 
 
@@ -272,7 +296,7 @@ def test_start_twice_watches_once_and_stop_twice_gives_once(nvml: FakeNvml) -> N
     assert len(threads()) == 1
     assert board.stop() is not None and board.stop() is None
     board.start()
-    time.sleep(0.1)
+    wait_for_rows(0.1)
     again = board.stop()
     assert again is not None and again.means["sm_active_pct"] == 88.0 and board.why is None
 
@@ -302,9 +326,9 @@ def test_a_forked_child_has_neither_thread_nor_window_and_finds_nvml_unlocked(nv
     for _ in range(5):
         child = os.fork()
         if child == 0:
-            free = library.acquire(timeout=1)
+            free = library.acquire(timeout=20)
             begun = time.monotonic()
-            quiet = board.stop() is None and time.monotonic() - begun < 0.5
+            quiet = board.stop() is None and time.monotonic() - begun < 10
             os._exit(0 if free and quiet and not threads() else 3)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert codes == [0] * 5

@@ -8,6 +8,7 @@ import pytest
 
 from fastloop.evidence.gpu.efficiency import add_work
 from fastloop.records.measurement import Measurement
+from fastloop.records.trial import DeviceRates
 
 pytestmark = pytest.mark.short
 
@@ -63,11 +64,13 @@ def test_on_the_cpu_there_is_a_rate_and_no_peak() -> None:
 
 
 def test_what_this_device_was_measured_at() -> None:
-    found = add_work(seen(flops=GPT2, peaks={"matmul_tf32": False}), gemm_tflop_per_s=722.0, copy_tb_per_s=4.1)
+    found = add_work(
+        seen(flops=GPT2, peaks={"matmul_tf32": False}), rates=DeviceRates(gemm_tflop_per_s=722.0, copy_tb_per_s=4.1)
+    )
     assert found.mfu["measured_peak"] == pytest.approx(0.05) and found.peaks["measured_copy_tb_per_s"] == 4.1
     again = add_work(found)
     assert again == found, "measured rates stay, and so does everything else"
-    assert add_work(found, gemm_tflop_per_s=361.0).mfu["measured_peak"] == pytest.approx(0.1)
+    assert add_work(found, rates=DeviceRates(gemm_tflop_per_s=361.0)).mfu["measured_peak"] == pytest.approx(0.1)
 
 
 def test_work_that_is_counted_later_replaces_what_was_not() -> None:

@@ -235,7 +235,7 @@ def test_torchvisions_draws_can_be_given_a_generator_and_others_cannot() -> None
 
 def test_a_buffer_that_threads_share_does_go_wrong() -> None:
     """The control: what is refused is a fault."""
-    meet = threading.Barrier(2, timeout=20)
+    meet = threading.Barrier(2, timeout=100)
 
     class Shared(Fills):
         def __getitem__(self, index: int) -> Any:

@@ -249,7 +249,7 @@ def test_a_script_run_by_its_name(tmp_path: Any) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert done.stdout == "main.py:3", done.stderr

@@ -144,6 +144,24 @@ def test_an_error_while_noting_does_not_reach_the_step(cuda: Cuda, monkeypatch: 
     assert calls == [1, 1] and marks.result() == ()
 
 
+@pytest.mark.parametrize("error", [AttributeError, AssertionError, RuntimeError])
+def test_without_the_debug_mode_watching_goes_on(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """A build of torch without CUDA raises AssertionError; one that lacks the function AttributeError."""
+
+    def refuse(*_: object) -> None:
+        raise error("no such mode")
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", refuse)
+    shown, filters = warnings.showwarning, list(warnings.filters)
+    trained = []
+    with SyncMarks() as marks:
+        assert warnings.showwarning is shown and list(warnings.filters) == filters
+        trained.append(1)
+    assert trained and marks.result() == () and warnings.showwarning is shown
+
+
 def test_nothing_that_compiled_code_guards_on_changes(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, marks = [], SyncMarks()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Dynamo asks, too

@@ -321,7 +321,7 @@ def test_a_file_reads_the_same(tmp_path: Path) -> None:
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     assert (
         kernel_account.read(tmp_path / "t.json")
-        == kernel_account.read(str(tmp_path / "t.json.gz"))
+        == kernel_account.read(tmp_path / "t.json.gz")
         == kernel_account.read(trace)
     )
 

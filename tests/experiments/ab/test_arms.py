@@ -44,4 +44,5 @@ def test_what_is_not_asked_for_stays_as_the_arm_has_it(asked: list[Any], tmp_pat
     arm.run("gradient", tmp_path, Ask(variation="gradients", reference=tmp_path / "ref"))
     job = asked[0][1]
     assert job.config().run.max_steps == 77 and job.config().watch.warmup_steps == 20
-    assert (job.variation, job.reference, job.ledger) == ("gradients", str(tmp_path / "ref"), False)
+    assert (job.variation, job.reference, job.ledger) == ("gradients", tmp_path / "ref", False)
+    assert decode(json.loads(dump(job)), Job) == job, "as the child reads it"

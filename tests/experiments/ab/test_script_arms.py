@@ -186,7 +186,6 @@ def test_a_script_that_hangs_is_ended_and_says_where(tmp_path: Path, newborns: C
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.timeout(180)
 def test_a_run_in_which_a_rank_died_has_failed_although_the_first_ended_well(tmp_path: Path) -> None:
     tries = ScriptArm(name="arm", command=command_of(str(TRAIN.parents[1] / "planted_scripts" / "uneven.py")))
     found = tries.run("arm", tmp_path, Ask(steps=60, warmup=5, ledger=True))

@@ -20,7 +20,7 @@ from fastloop.experiments.trials.supervise import Ended, Limits, last_lines, sup
 from fastloop.experiments.trials.trial import environment
 from tests.commands.command_line import ROOT, wait_for
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(250)]
 SEES = """
 import os
 def annotated(x: int) -> None: ...
@@ -196,6 +196,20 @@ def test_a_script_that_seeds_nothing_begins_with_the_seed_of_its_run(script: Pat
         supervise([sys.executable, str(script)], place, env={**environment(os.environ), "PL_GLOBAL_SEED": seed})
         said.append((place / "stdout.txt").read_text())
     assert said[0] == said[1] and not set(said[1].split()) & set(said[2].split())
+
+
+def test_an_environment_may_be_larger_than_a_message_of_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, try_both: Any
+) -> None:
+    """The server's own, which it tells when it greets, and that of a trial."""
+    monkeypatch.setattr(preloaded, "_server", None)
+    for number in range(4):
+        monkeypatch.setenv(f"LARGE_{number}", "é" * 60_000)
+    script = tmp_path / "counts.py"
+    script.write_text("import os\nprint(sum(len(v) for k, v in os.environ.items() if k.startswith('LARGE_')))\n")
+    with preloaded.quick_starts(environment(os.environ), scripts=True):
+        forked, executed = try_both(sys.executable, str(script))
+    assert forked[1] == executed[1] == "240000\n"
 
 
 def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def door(variables: dict[str, str], code: str = "") -> str:
         text=True,
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=200,
     )
     return done.stdout.strip()
 

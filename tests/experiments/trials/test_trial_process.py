@@ -33,7 +33,7 @@ def child(*command: str, folder: Path, **request: Any) -> subprocess.CompletedPr
             stdin=stdin,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             cwd=folder,
             env={**os.environ, **ENVIRONMENT},
         )

@@ -16,7 +16,7 @@ from fastloop.feeds.compiled_calls import CompiledCall, put_in
 from tests.feeds.attention import spellings
 from tests.feeds.attention.spellings import CONTEXT, WIDTH
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(250)
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,11 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from fastloop.feeds.cache.datasets import CachedImages, list_marked, put_in, read_images, read_marked, take_out
+from fastloop.feeds.cache.datasets import CachedImages, fingerprint_images, list_marked, put_in, read_marked, take_out
 from fastloop.feeds.cache.mapped import open_store
 from fastloop.feeds.cache.sample_cache import SampleCache
 from fastloop.feeds.images.byte_batches import AsBytes
+from fastloop.feeds.images.reading import read_source
 from tests.feeds.cache.pictures import Arrays, Memory, Unnamed, count_reads, folder, paint, touch
 from tests.feeds.dali.folders import damage
 
@@ -44,7 +45,7 @@ def one_seed() -> None:
 
 def cached(dataset: Any, store: Memory | None = None) -> tuple[CachedImages, SampleCache]:
     cache = SampleCache(store or Memory(), 1.0)
-    return CachedImages(dataset, cache, read_images(dataset)), cache
+    return CachedImages(dataset, cache, fingerprint_images(read_source(dataset))), cache
 
 
 def epochs(dataset: Any, count: int = 3) -> list[Any]:
@@ -142,7 +143,7 @@ def test_through_a_loader_with_workers(workers: int, start: Any, tmp_path: Path)
     plain = Subset(folder(tmp_path / "pictures", 12, TRANSFORMS["a resize before"]), range(11, -1, -1))
     store = open_store(tmp_path / "store", "a", capacity=10**7, samples=12, info={}, remove=True)
     cache = SampleCache(store, 1.0)
-    ours = CachedImages(plain, cache, read_images(plain))
+    ours = CachedImages(plain, cache, fingerprint_images(read_source(plain)))
 
     def epoch(dataset: Any) -> list[Any]:
         torch.manual_seed(3)

@@ -127,7 +127,7 @@ ENDS = """
 def test_a_program_that_ends_without_a_teardown_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(ENDS), str(tmp_path)]
     root = str(Path(__file__).parents[3])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": root})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": root})
     assert (done.returncode, done.stdout) == (3, "True\n"), done.stderr
     assert not (tmp_path / "shm").exists()
 

@@ -257,18 +257,24 @@ def test_an_epoch_that_is_left_ends_its_threads(how: str) -> None:
 
 
 def test_what_waits_is_not_loaded_once_nobody_wants_it() -> None:
+    closed = threading.Event()
+
     class Slow(Numbers):
         asked = 0
 
         def __getitem__(self, index: int) -> torch.Tensor:
             Slow.asked += 1
-            time.sleep(0.02)
+            if Slow.asked > 12:  # in the midst of the second batch
+                closed.wait(60)
             return super().__getitem__(index)
 
     loader, engine = threaded(1, Slow(), batch_size=10)
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     engine.close()
-    assert list_threads() == [] and Slow.asked < 20
+    closed.set()
+    del batches
+    assert list_threads() == [] and Slow.asked <= 13
 
 
 def test_threads_that_come_later_get_as_many_of_torchs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_the_whole_answer() -> None:
     content["failures"] = [{"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
     assert ab_report.lines(result_of(content)) == [
         "fastloop FASTER 1.32x   resnet50: base vs amp",
-        "RATE     base 343 samples/s, amp 453 (medians of 5 runs of each; interval of the ratio 1.29 to 1.35, 95 %);"
+        "RATE     base 343 samples/s, amp 453 (medians of 5 runs of each; 95 % interval of the ratio 1.29 to 1.35);"
         " smallest visible difference 3.1 %",
         "PARITY   approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)",
         "INACTIVE amp: pin (needs CUDA): no credit",
@@ -102,7 +102,7 @@ def test_a_shown_parity_goes_before_a_larger_ratio_without_one() -> None:
 def test_unequal_numbers_of_runs_are_said() -> None:
     content = AB["faster"]()
     content["arms"][1]["samples_per_s"].pop()
-    assert "(medians of 5 and 4 runs; interval" in ab_report.lines(result_of(content))[1]
+    assert "(medians of 5 and 4 runs; 95 % interval" in ab_report.lines(result_of(content))[1]
     assert "(1 run of each; no interval)" in ab_report.lines(result_of(AB["one-run"]()))[1]
 
 

@@ -116,8 +116,8 @@ def test_at_most_fourteen_lines_and_every_rung_in_them(run: str) -> None:
 
 def test_the_lines_say_predicted_measured_and_why_not() -> None:
     lines = climb_report.lines(opened(CLIMBS["climbed"]()))
-    assert "KEPT     workers: saved 560 ms (556 to 564, predicted 590)" in lines
-    assert "BACK     layout: not faster within the noise" in lines
+    assert "KEPT     workers: saved 560 ms (95 % interval 556 to 564, predicted 590)" in lines
+    assert "NOT KEPT layout: not faster within the noise" in lines
     assert "STOPPED  no ceiling is above 3 %; 14.1 of 20 min spent" in lines
     assert "CEILINGS replayed batches 2,697, resident batch 2,720 samples/s" in lines
 
@@ -213,7 +213,7 @@ def test_each_rung_stands_under_its_figures() -> None:
     assert "7.52x (7.31 to 7.74, 95 %, 5 runs of each), parity approximate, passed" in head
     assert "1x NVIDIA H200, torch 2.11.0" in head and "2026-11-03" in head
     assert workers.strip().startswith(
-        "workers: saved 560 ms (556 to 564, predicted 590), step 743 to 183 ms; parity exact, passed"
+        "workers: saved 560 ms (95 % interval 556 to 564, predicted 590), step 743 to 183 ms; parity exact, passed"
     )
     assert "layout" not in text, "what was rolled back is no part of the ladder"
     stack = {"rungs": {"pin": {"enabled": True}}}

@@ -76,12 +76,8 @@ def explain_difference(
     if not compares:
         return None
     together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
-    reason, apart = _judge(strategy, seen.own, [piece.weight for piece in own], together)
-    if reason is not None or apart is None:
-        return reason and f"could not compare accumulated and merged gradients: {reason}"
-    if seen.drew:
-        return f"training_step draws its own random numbers: accumulated and merged gradients differ by {apart:.1e}"
-    return f"the loss is not a mean over samples: the merged gradient differs by {apart:.1e}"
+    judged = _judge(strategy, seen.own, [piece.weight for piece in own], together)
+    return _explain(seen, *judged, "accumulated and merged", "the loss is not a mean over samples: the merged gradient")
 
 
 def weigh_pieces(
@@ -104,9 +100,11 @@ def weigh_pieces(
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss)
         return f"could not compare whole and split gradients: {_say(error)}", None
-    reason, apart = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
-    if reason is not None or apart is None:
-        return reason and f"could not compare whole and split gradients: {reason}", None
+    judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
+    what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
+    why = _explain(seen, *judged, "whole and split", what)
+    if why is None or judged[0] is not None:
+        return why, None
     found: dict[float, Weighing] = {}
     for counter in list_counters(batch, strategy.lightning_module):
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
@@ -114,14 +112,16 @@ def weigh_pieces(
             distance = measure_difference(seen.own, weights, seen.others[0])
             names = _find_token_means(seen.logged, [piece.samples for piece in pieces], weights)
             found.setdefault(distance.apart if distance else 0.0, Weighing(counter, names))
-    if found:
-        return None, found[min(found)]
-    if seen.drew:
-        return f"training_step draws its own random numbers: whole and split gradients differ by {apart:.1e}", None
-    return (
-        f"the loss compares samples or is not a mean over them: the gradient of the pieces differs by {apart:.1e}",
-        None,
-    )
+    return (None, found[min(found)]) if found else (why, None)
+
+
+def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str, otherwise: str) -> str | None:
+    """What `_judge` said of `which` gradients, in words; None where they are equal."""
+    if reason is not None:
+        return f"could not compare {which} gradients: {reason}"
+    if apart is not None and seen.drew:
+        return f"training_step draws its own random numbers: {which} gradients differ by {apart:.1e}"
+    return None if apart is None else f"{otherwise} differs by {apart:.1e}"
 
 
 def _find_token_means(

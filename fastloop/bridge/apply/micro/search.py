@@ -63,34 +63,25 @@ class Trial:
     groups: BatchGroups | None
 
 
+@dataclass(kw_only=True)
 class SizeSearch:
-    """Finds the micro-batch of one run, on its first step, and a smaller one where longer samples come later.
+    """Finds the micro-batch of one run, on its first step, and a smaller one where longer samples come later."""
 
-    Args:
-        target: share of the device's memory that may be in use.
-        whole: no size below the user's batch: BatchNorm would see other statistics.
-        quick: see `Quick`.
-        key: what else the answer depends on, for the notes of earlier runs.
-        skip: why not to search, if so.
-    """
-
-    def __init__(
-        self,
-        *,
-        target: float,
-        whole: bool = False,
-        quick: Quick = lambda: nullcontext(lambda batch: batch),
-        key: object = None,
-        skip: Callable[[], str | None] = lambda: None,
-        say: Callable[[str], None] = lambda _line: None,
-        warn: Callable[[str], None] = lambda _line: None,
-    ) -> None:
-        self.target, self.whole, self.quick, self.key, self.skip = target, whole, quick, key, skip
-        self.say, self.warn = say, warn
-        self.longest = 0.0
-        """Of what was tried, as `measure_length` has it."""
-        self._sizes: list[int] = []
-        """From the smallest to the one that was found."""
+    target: float
+    """Share of the device's memory that may be in use."""
+    whole: bool = False
+    """No size below the user's batch: BatchNorm would see other statistics."""
+    quick: Quick = lambda: nullcontext(lambda batch: batch)
+    key: object = None
+    """What else the answer depends on, for the notes of earlier runs."""
+    skip: Callable[[], str | None] = lambda: None
+    """Why not to search, if so."""
+    say: Callable[[str], None] = lambda _line: None
+    warn: Callable[[str], None] = lambda _line: None
+    longest: float = 0.0
+    """Of what was tried, as `measure_length` has it."""
+    sizes: Sequence[int] = ()
+    """From the smallest to the one that was found."""
 
     def find(self, strategy: Any, sizes: Sequence[int], trial: Trial) -> FoundSize:
         """The size for all ranks: the smallest of those that they find, each for itself. One exchange, at the end.
@@ -104,14 +95,16 @@ class SizeSearch:
         trainer = strategy.lightning_module.trainer
         run = _Run(self, strategy, sizes, trial)
         mine = run.search()
-        every = gather(trainer, mine)
-        agreed = min(every, key=lambda each: each.size)
+        every, owns = zip(*gather(trainer, (mine, trial.own)), strict=True)
+        if len(set(owns)) > 1:
+            return FoundSize(size=trial.own, why=f"ranks begin with batches of other sizes: {min(owns)} to {max(owns)}")
+        agreed: FoundSize = min(every, key=lambda each: each.size)
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
                 run.play_plain([agreed.size])
         if trainer.is_global_zero and agreed.rates and run.rates:
             run.memory.keep_size(run.key, agreed.size)
-        self._sizes = [size for size in run.sizes if size <= agreed.size]
+        self.sizes = [size for size in run.sizes if size <= agreed.size] or [agreed.size]
         return agreed
 
     def fit_longer(self, strategy: Any, batch: Any, trial: Trial) -> FoundSize | None:
@@ -119,21 +112,23 @@ class SizeSearch:
 
         It is tried before it counts, as the first step was, and on this rank alone: ranks may differ in their pieces.
         """
-        length, most = measure_length(batch), self._sizes[-1]
+        length, most = measure_length(batch), self.sizes[-1]
         if length <= self.longest or most == trial.own:
             return None
         if (samples(batch) or 0) >= most:
             self.longest = length
-        run = _Run(self, strategy, self._sizes, trial)
+        run = _Run(self, strategy, self.sizes, trial)
         fits = run.find_fitting()
         if fits == most:
             return None
         said = f"a later batch has {length:g} numbers a sample, and micro-batches of {most} do not run"
         if fits is None:
-            self.warn(f"{said}, nor do smaller ones, limited {run.limit}; if memory ends, shorten your longest samples")
-            return None
-        self.warn(f"{said}: {fits} from here, limited {run.limit}; write micro_batch: {fits} to begin with it")
-        self._sizes = [size for size in self._sizes if size <= fits]
+            fits, do = self.sizes[0], "shorten your longest samples"
+            said += ", nor do smaller ones"
+        else:
+            do = f"write micro_batch: {fits} to begin with it"
+        self.warn(f"{said}: {fits} from here, limited {run.limit}; {do}")
+        self.sizes = [size for size in self.sizes if size <= fits]
         return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
 
 

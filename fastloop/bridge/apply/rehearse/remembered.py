@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +21,6 @@ from fastloop.records import store
 
 FILE = "rehearsals.json"
 MOST = 200
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +62,17 @@ class Remembered:
         return self._read().first_call_s.get(self._key(rung, settings))
 
     def keep_failure(self, rung: str, settings: Any, why: str) -> None:
-        known, date = self._read(), datetime.now(timezone.utc).date().isoformat()
-        failure = Failure(rung=rung, why=why, date=date)
-        self._write(replace(known, failures=_add(known.failures, self._key(rung, settings), failure)))
+        date = datetime.now(timezone.utc).date().isoformat()
+        self._keep("failures", self._key(rung, settings), Failure(rung=rung, why=why, date=date))
 
     def keep_first_call_s(self, rung: str, settings: Any, seconds: float) -> None:
-        known = self._read()
-        self._write(replace(known, first_call_s=_add(known.first_call_s, self._key(rung, settings), seconds)))
+        self._keep("first_call_s", self._key(rung, settings), seconds)
 
     def find_size(self, settings: str) -> int | None:
         return self._read().sizes.get(self._key("", settings))
 
     def keep_size(self, settings: str, size: int) -> None:
-        known = self._read()
-        self._write(replace(known, sizes=_add(known.sizes, self._key("", settings), size)))
+        self._keep("sizes", self._key("", settings), size)
 
     def _key(self, rung: str, settings: Any) -> str:
         return _digest(rung, repr(settings), self._model)
@@ -84,9 +80,12 @@ class Remembered:
     def _read(self) -> RehearsalsFile:
         return store.load(self.path, RehearsalsFile) or RehearsalsFile()
 
-    def _write(self, content: RehearsalsFile) -> None:
+    def _keep(self, table: str, key: str, value: object) -> None:
+        """The newest last, and no more than `MOST` in a table."""
+        known = self._read()
+        others = [each for each in getattr(known, table).items() if each[0] != key]
         with contextlib.suppress(OSError):
-            store.save(self.folder, {FILE: content})
+            store.save(self.folder, {FILE: replace(known, **{table: dict([*others[-(MOST - 1) :], (key, value)])})})
 
 
 def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str:
@@ -108,9 +107,3 @@ def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-
-
-def _add(known: Mapping[str, Value], key: str, value: Value) -> dict[str, Value]:
-    """The newest last, and no more than `MOST`."""
-    others = [(name, each) for name, each in known.items() if name != key]
-    return dict([*others[-(MOST - 1) :], (key, value)])

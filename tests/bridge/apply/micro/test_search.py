@@ -459,6 +459,6 @@ def test_longer_samples_that_do_not_fit_take_a_smaller_size() -> None:
         ours = fit_padded(AUTO, 50)
     assert ours[0].seen("batch")["micro_batch"] == 2 and ours[0].module.samples == plain[0].module.samples
     assert "; 4 did not fit longer samples that came later" in ours[0].verdict("batch").why
-    said = "micro-batches of 2 do not run, nor do smaller ones, limited by memory.*shorten your longest samples"
+    said = "micro-batches of 2 do not run, nor do smaller ones: 1 from here, limited by memory.*shorten your longest"
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match=said):
         fit_padded(AUTO, 23)

@@ -18,6 +18,7 @@ from fastloop.judge import rehearsal
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
 from tests import models
+from tests.bridge.watch import planted
 
 BATCHES = 40
 
@@ -28,14 +29,14 @@ class Stops(L.Callback):
 
 
 def plan(self: Amp, facts: Any) -> Change:
-    """Computes the same, and sleeps in real steps."""
+    """Computes the same, and sleeps in real steps, by a clock that nothing else on this machine moves."""
 
     def do(site: Site) -> Applied:
         net = site.module.net
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not site.recorded:
-                time.sleep(0.03)
+                planted.sleep(0.03)
             return type(net).forward(net, *args, **kwargs)
 
         net.forward = forward
@@ -79,6 +80,7 @@ def run(case: str, rungs: tuple[str, ...], suspects: tuple[int, ...]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    time.perf_counter = planted.read_clock_s
     os.environ["XDG_CACHE_HOME"] = str(Path.cwd() / "cache")
     Amp.plan = plan  # type: ignore[method-assign]
     rehearsal.SLOWER_MS = 1e3

@@ -25,6 +25,7 @@ from fastloop.rungs.layout import Layout
 from tests.bridge.apply.rehearse import test_rehearsal
 from tests.bridge.apply.rehearse.test_rehearsal import Manual, Module, config, fit, read
 from tests.bridge.launch import python
+from tests.bridge.watch import planted
 
 SLOW_S = 0.03
 """What a planted rung sleeps in a step; a step without takes a twentieth of it."""
@@ -35,8 +36,12 @@ _own_cache = test_rehearsal._own_cache
 
 @pytest.fixture(autouse=True)
 def _patient_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plays of a third of a millisecond are not told apart on a busy machine, and are not what is tested here."""
+    """Plays of a third of a millisecond are not told apart, and are not what is tested here.
+
+    Time passes on a clock that nothing else on this machine moves.
+    """
     monkeypatch.setattr(judge_of_rehearsal, "SLOWER_MS", 1e3)
+    monkeypatch.setattr(time, "perf_counter", planted.read_clock_s)
 
 
 class Planted:
@@ -64,7 +69,7 @@ class Planted:
 
             def forward(x: torch.Tensor, **more: Any) -> Any:
                 if not site.recorded and net.training:
-                    time.sleep(self.slow(x))
+                    planted.sleep(self.slow(x))
                 return before(x, **more)
 
             def undo() -> None:
@@ -145,7 +150,7 @@ def test_an_honest_rung_on_a_noisy_machine_stays(monkeypatch: pytest.MonkeyPatch
 
     class Noisy(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            time.sleep(draw.uniform(0.005, 0.025))
+            planted.sleep(draw.uniform(0.005, 0.025))
             return super().training_step(batch, batch_idx)
 
     rung = Planted(monkeypatch)
@@ -172,7 +177,7 @@ def test_batches_that_differ_in_size_are_no_slowness(monkeypatch: pytest.MonkeyP
 
     class Proportional(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            time.sleep(0.001 * len(batch[0]))
+            planted.sleep(0.001 * len(batch[0]))
             return super().training_step(batch, batch_idx)
 
     vary(monkeypatch)

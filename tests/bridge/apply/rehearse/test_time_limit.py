@@ -39,7 +39,7 @@ def test_the_users_own_alarm_still_comes() -> None:
         with limited(30, **WORDS):
             time.sleep(0.1)
         assert not heard
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not heard and time.monotonic() < deadline:
             time.sleep(0.01)
         assert heard == [signal.SIGALRM]
@@ -67,7 +67,7 @@ def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit.SILENT_S", 0.05)
     said: list[str] = []
     with announced("trying amp", said.append):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not said and time.monotonic() < deadline:
             time.sleep(0.01)
     assert said == ["trying amp (0 s so far)"]
