@@ -81,8 +81,8 @@ def let_through(error: BaseException) -> None:
 def describe(error: Exception) -> str:
     """One line for a person: the reason itself where a rung gave one. Raises what `let_through` does."""
     let_through(error)
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text[:300]}"
 
 
 def _came_by_signal(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable, is_out_of_memory
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, describe, is_out_of_memory
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FastLoopError, 1), (ConfigError, 2)])
@@ -56,3 +56,9 @@ def test_a_reason_is_no_error_for_people() -> None:
 def test_the_words_for_no_memory(error: Exception, is_memory: bool) -> None:
     """B6: all that a device says of it; Python's own is the host's."""
     assert is_out_of_memory(error) is is_memory
+
+
+def test_a_reason_of_ours_is_told_whole_and_in_one_line() -> None:
+    reason = "these modules are in the way:\n" + ", ".join(f"encoder.layers.{n}.attention" for n in range(20))
+    assert describe(NotApplicable(reason)) == reason.replace("\n", " ")
+    assert len(describe(ValueError(reason))) == len("ValueError: ") + 300

@@ -40,7 +40,7 @@ CARD = Card(
     plan_shows_refusal=True,
     owns_trainer_keys={"precision": "mode"},
     explains=dict.fromkeys(
-        ("BFloat16", "c10::Half", "scalar type", "same dtype", "dtypes match", "unsafe to autocast"),
+        ("BFloat16", "c10::Half", " Half", "unsafe to autocast"),
         "under rungs.amp layers return 16-bit numbers: call .float() on them there, name that method or module in"
         " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
     ),
@@ -72,9 +72,10 @@ class Amp:
             raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
-        if is_mixed and facts.device == "cuda" and (refused := set(facts.refused_losses) - set(self.keep_fp32)):
+        refused, kept = set(facts.refused_losses), set(self.keep_fp32)
+        if is_mixed and facts.device == "cuda" and refused > kept:  # another name kept may be of what is around them
             raise NotApplicable(
-                f"{min(refused)} computes binary_cross_entropy, which torch refuses under autocast: write"
+                f"{min(refused - kept)} computes binary_cross_entropy, which torch refuses under autocast: write"
                 " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
             )
         if self.mode == "16-mixed" and facts.handles_grads:
@@ -83,9 +84,8 @@ class Amp:
             raise NotApplicable("mixed precision is not tested on mps")
         notes: list[str] = []
         if not is_mixed:
-            kind, most = ("bfloat16", 256) if "bf16" in self.mode else ("float16", 2048)
-            lost = f"weights are {kind}, too: updates below 1/{most} of a weight are lost"
-            notes.append(f"{lost}; {self.mode.replace('true', 'mixed')} keeps them")
+            lost = "bfloat16, too: updates below 1/256" if "bf16" in self.mode else "float16, too: updates below 1/2048"
+            notes.append(f"weights are {lost} of a weight are lost; {self.mode.replace('true', 'mixed')} keeps them")
             notes += ["the gradients of the micro-batches are summed in 16 bits"] if facts.micro_batches else []
         if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
             notes.append(f"{facts.device_name} only emulates bfloat16: slower; use 16-mixed")

@@ -84,6 +84,13 @@ def test_numbers_of_an_unexpected_type_name_the_rung_that_made_them(use: Any, dt
     assert hint(error.value, module(), ["compile"]) is None
 
 
+def test_types_that_the_user_mixed_up_are_none_of_a_rungs() -> None:
+    for labels in (torch.ones(2), torch.ones(2, dtype=torch.int32)):
+        with pytest.raises(RuntimeError) as error:
+            torch.nn.functional.nll_loss(torch.ones(2, 2), labels)
+        assert hint(error.value, module(), ["amp"]) is None
+
+
 def test_bfloat16_that_numpy_does_not_know_names_its_rung() -> None:
     with pytest.raises(TypeError) as error:
         torch.ones(1, dtype=torch.bfloat16).numpy()

@@ -93,6 +93,8 @@ def test_a_loss_that_autocast_refuses_may_be_kept_in_float32() -> None:
     rung = Amp(enabled=True, keep_fp32=("criterion",))
     facts = Facts(device="cuda", compute_capability=(9, 0), refused_losses=("criterion",))
     assert dict(rung.plan(facts).wants) == {"precision.plugin": "bf16-mixed"}
+    around = Amp(enabled=True, keep_fp32=("compute_loss",))
+    assert around.plan(facts), "it may be what calls the criterion"
 
 
 def test_an_emulating_gpu_is_noted() -> None:

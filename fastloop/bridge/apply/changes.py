@@ -38,7 +38,8 @@ class Changes:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
                 found = {"unreadable": describe(error)}
-            self.evidence.setdefault(rung, {}).update(found)
+            if found:  # what only takes something back shows nothing
+                self.evidence.setdefault(rung, {}).update(found)
         return self.evidence
 
     def clean(self, checkpoint: dict[str, Any]) -> None:

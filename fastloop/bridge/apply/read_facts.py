@@ -168,7 +168,9 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
         ),
         "handles_grads": tuple(
-            each for each in _find_methods(module, r"\bclip_grad|\.grad\b") if not each.endswith(_UNSCALED)
+            each
+            for each in _find_methods(module, r"\bclip_grad|(?<!autograd)(?<!\bfunc)\.grad\b")
+            if not each.endswith(_UNSCALED)
         ),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),

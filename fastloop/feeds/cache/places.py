@@ -173,7 +173,7 @@ def list_caches(root: Path) -> Iterator[Found]:
             files = [each.stat() for each in path.iterdir()]
             newest = max((file.st_mtime for file in files), default=path.stat().st_mtime)
             with _hold_alone(path) as alone:
-                in_use = not alone
+                in_use = alone is False
             yield Found(
                 path=path,
                 kept_bytes=sum(file.st_blocks * 512 for file in files),
@@ -184,12 +184,13 @@ def list_caches(root: Path) -> Iterator[Found]:
 
 
 @contextlib.contextmanager
-def _hold_alone(path: Path) -> Iterator[bool]:
-    """Keep everybody else out of a cache's directory; False where somebody uses it, or it is not ours to lock."""
+def _hold_alone(path: Path) -> Iterator[bool | None]:
+    """Keep everybody else out of a cache's directory; False where somebody uses it, None where it is not ours to
+    lock."""
     try:
         alive = os.open(path / ALIVE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        yield isinstance(error, FileNotFoundError)
+        yield True if isinstance(error, FileNotFoundError) else None
         return
     try:
         yield _lock_alone(alive)
@@ -210,7 +211,7 @@ def clear(found: Found) -> bool:
     with _hold_alone(found.path) as alone:
         if alone:
             _remove(found.path)
-        return alone and not found.path.exists()
+        return bool(alone) and not found.path.exists()
 
 
 def sweep(root: Path, *, drafts_only: bool = False) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from fastloop import ConfigError, FastLoop, Verdict
 from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.apply.changes import Changes
 from fastloop.config.loading import from_callback
 from fastloop.errors import NotApplicable
 from fastloop.ladder import Ladder
@@ -156,6 +157,13 @@ def test_other_stages_get_only_what_changes_results() -> None:
         module.test_step = module.validation_step  # type: ignore[method-assign]
         stage(module, loader(), verbose=False)
     assert log == ["layout model", "undo layout model"] * 2
+
+
+def test_what_only_takes_something_back_is_no_evidence() -> None:
+    changes = Changes(warn=pytest.fail)
+    changes.add("loaders", Applied(undo=lambda: None))
+    changes.add("one", Applied(undo=lambda: None, probe=lambda: {"seen": 1}))
+    assert changes.read() == {"one": {"seen": 1}}
 
 
 def test_evidence_that_cannot_be_read_is_said_and_stops_nothing() -> None:

@@ -154,6 +154,16 @@ def test_what_a_module_does_as_far_as_its_source_says() -> None:
     assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)
 
 
+def test_gradients_that_autograd_returns_were_not_scaled() -> None:
+    class Penalized(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0].requires_grad_()
+            (found,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return found.square().mean()
+
+    assert facts(Penalized()).handles_grads == ()
+
+
 def test_a_class_typed_at_a_prompt_has_no_source_and_is_no_error() -> None:
     space: dict[str, Any] = {"Regression": Regression, "torch": torch}
     exec("class Typed(Regression):\n def training_step(self, batch):\n  torch.autocast('cpu')\n", space)

@@ -86,6 +86,15 @@ def test_one_on_disk_stays(tmp_path: Path) -> None:
     assert not found.in_use and clear(found) and names(root) == []
 
 
+def test_what_is_not_ours_to_lock_is_not_called_used(tmp_path: Path) -> None:
+    enter(tmp_path / "root", "a", fill).leave(remove=False)
+    alive = tmp_path / "root" / "a" / "alive"
+    alive.unlink()
+    alive.mkdir()  # cannot be opened, for root neither
+    (found,) = list_caches(tmp_path / "root")
+    assert not found.in_use and not clear(found) and alive.exists()
+
+
 def test_a_fill_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def fail(draft: Path) -> None:
         fill(draft)

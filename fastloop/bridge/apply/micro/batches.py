@@ -262,6 +262,8 @@ class MicroBatches:
     def _fit_longer(self, search: SizeSearch, strategy: Any, batch: Any, window: Any, rest: Sequence[Any]) -> None:
         """Longer samples than those of the search may need a smaller micro-batch from here."""
         own = (samples(batch) or 1) if window is None else window[0][0]
+        if not search.meets_longer(batch, own):
+            return
         with self._one_time.span("rehearsal"):
             found = search.fit_longer(strategy, batch, self._make_trial(strategy, batch, window, rest, own))
         if found is not None and self.found is not None:

@@ -107,20 +107,22 @@ class SizeSearch:
         self.sizes = [size for size in run.sizes if size <= agreed.size] or [agreed.size]
         return agreed
 
+    def meets_longer(self, batch: Any, own: int) -> bool:
+        """Whether its samples are longer than all before, and do not run in the user's own batches of `own` anyway."""
+        return measure_length(batch) > self.longest and min(self.sizes[-1], samples(batch) or 0) != own
+
     def fit_longer(self, strategy: Any, batch: Any, trial: Trial) -> FoundSize | None:
-        """The size for this batch and those to come, if its samples are longer than all before and need a smaller one.
+        """The size for this batch and those to come, if its longer samples need a smaller one.
 
         It is tried before it counts, as the first step was, and on this rank alone: ranks may differ in their pieces.
         """
         length, most = measure_length(batch), self.sizes[-1]
-        if length <= self.longest or most == trial.own:
-            return None
         if (samples(batch) or 0) >= most:
             self.longest = length
         run = _Run(self, strategy, self.sizes, trial)
         fits = run.find_fitting()
-        if fits == most:
-            return None
+        if fits == most or (fits is None and not run.limit.startswith("by memory")):
+            return None  # no size would mend the step: it says itself what is wrong, or skips this batch
         said = f"a later batch has {length:g} numbers a sample, and micro-batches of {most} do not run"
         if fits is None:
             fits, do = self.sizes[0], "shorten your longest samples"

@@ -16,9 +16,10 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply.micro import search as micro_search
 from fastloop.bridge.apply.rehearse import optimizer_twins
+from fastloop.evidence.clock.one_time import OneTime
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
-from tests.runs import Net, Run, batches, both, distance, run
+from tests.runs import Net, Run, batches, both, distance, numbered, run
 
 AUTO, BY_HAND = {"batch": {}}, {"batch": {"micro_batch": 16}}
 ACCUMULATE: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
@@ -462,3 +463,34 @@ def test_longer_samples_that_do_not_fit_take_a_smaller_size() -> None:
     said = "micro-batches of 2 do not run, nor do smaller ones: 1 from here, limited by memory.*shorten your longest"
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match=said):
         fit_padded(AUTO, 23)
+
+
+class Skips(Padded):
+    """Takes no step of the longer batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch[0].shape[1] == 8 else None
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.filterwarnings("error:a later batch")
+def test_longer_samples_that_the_user_skips_change_nothing() -> None:
+    ours = run(AUTO, batches(64, 16, collate_fn=pad), partial(Skips, 500), max_epochs=2)
+    assert ours.seen("batch")["micro_batch"] == 4 and "did not fit" not in ours.verdict("batch").why
+
+
+@pytest.mark.usefixtures("four")
+def test_a_batch_that_runs_whole_anyway_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of a limited number of tokens: the longer their samples, the fewer. And steps without a try cost none."""
+    spans: list[str] = []
+    add = OneTime.add_span
+    monkeypatch.setattr(
+        OneTime, "add_span", lambda ledger, cause, *ends: [spans.append(cause), add(ledger, cause, *ends)]
+    )
+    sizes = [range(16), range(16, 32), *(range(start, start + 3) for start in range(32, 62, 3))]
+    data = torch.utils.data.DataLoader(numbered(64), batch_sampler=list(map(list, sizes)), collate_fn=pad)
+    LENGTHS.clear()
+    ours = run(AUTO, data, partial(Padded, 500))
+    assert ours.seen("batch")["micro_batch"] == 4
+    assert [shape for shape in LENGTHS if shape[1] == 24] == [(3, 24)] * 10
+    assert spans.count("rehearsal") <= 2, "the search, and the first batch that was cut"
