@@ -35,7 +35,8 @@ def explain_death(seen: Measurement) -> Finding | None:
     """The finding for a fit that died; None where it did not."""
     if seen.died_of is None:
         return None
-    steps = "in its first step" if not seen.total_steps else f"after {seen.total_steps:,d} steps"
+    count = seen.total_steps
+    steps = "before its first step ended" if not count else f"after {count:,d} step{'s' * (count > 1)}"
     cause = seen.died_of.rstrip(".")
     why = f"the fit died {steps} of {cause}; the figures are of the steps before, and no rung helps with this"
     return dataclasses.replace(_make_none("DIED", why), alarm=seen.died_of)

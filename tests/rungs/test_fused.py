@@ -71,10 +71,9 @@ def flags(optimizer: Any) -> list[tuple[Any, Any]]:
     [
         ({}, None),
         ({"device": "cuda"}, None),
-        ({"clip": True}, None),
         ({"precision": "bf16-mixed"}, None),
-        ({"precision": "bf16-true", "clip": True}, None),
-        ({"precision": "16-mixed", "clip": True}, None),
+        ({"precision": "bf16-true"}, None),
+        ({"precision": "16-mixed"}, None),
         ({"device": "mps"}, "no fused optimizers on mps"),
     ],
 )

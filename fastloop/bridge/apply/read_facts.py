@@ -37,6 +37,7 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
+_SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks to which a loss scaler gives gradients as they are."""
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
@@ -167,10 +168,9 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
             *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
         ),
-        "handles_grads": tuple(
-            each
-            for each in _find_methods(module, r"\bclip_grad|(?<!autograd)(?<!\bfunc)\.grad\b")
-            if not each.endswith(_UNSCALED)
+        "handles_grads": (
+            *(each for each in _find_methods(module, r"(?<!autograd)(?<!\bfunc)\.grad\b") if each.endswith(_SCALED)),
+            *(each for each in _find_methods(module, r"\bclip_grad") if not each.endswith(_UNSCALED)),
         ),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "compile_targets": tuple(compile_targets(module)),

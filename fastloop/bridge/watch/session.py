@@ -303,7 +303,9 @@ def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
 
 def describe_death(raised: BaseException | None) -> str | None:
     """What a fit died of, in a line; None where it was stopped from outside, or did not die."""
-    return f"{type(raised).__name__}: {raised}".strip(": \n").splitlines()[0] if isinstance(raised, Exception) else None
+    if not isinstance(raised, Exception):
+        return None
+    return ": ".join([type(raised).__name__, *str(raised).strip().splitlines()[:1]])
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,8 +136,9 @@ class Server:
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """As a file in memory: one message of a socket holds about 200 kB, and the variables alone may be more."""
-    with os.fdopen(os.memfd_create("fastloop"), "w+b") as file:
+    """As a file without a name: one message of a socket holds about 200 kB, and the variables alone may be more."""
+    memory = getattr(os, "memfd_create", None)  # some builds of Python lack it
+    with tempfile.TemporaryFile() if memory is None else os.fdopen(memory("fastloop"), "w+b") as file:
         file.write(json.dumps(message).encode())
         file.seek(0)
         socket.send_fds(connection, [b"."], [file.fileno(), *descriptors])

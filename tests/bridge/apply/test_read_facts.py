@@ -154,6 +154,18 @@ def test_what_a_module_does_as_far_as_its_source_says() -> None:
     assert found.batchnorms == ("features.1",) and found.convs == ("features.0",)
 
 
+def test_a_helper_that_reads_gradients_may_do_so_at_any_time() -> None:
+    class Watched(Regression):
+        def norm(self) -> float:
+            return float(sum(each.grad.norm() for each in self.parameters()))
+
+    class Clipping(Watched):
+        def clip(self) -> None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    assert facts(Watched()).handles_grads == () and facts(Clipping()).handles_grads == ("Clipping.clip",)
+
+
 def test_gradients_that_autograd_returns_were_not_scaled() -> None:
     class Penalized(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -21,6 +21,7 @@ from fastloop.bridge.watch.session import (
     SYNCS,
     Session,
     count_planned_steps,
+    describe_death,
     find_unheard,
     record_of_rank,
     summarize,
@@ -370,6 +371,14 @@ def test_a_slow_schedule_is_named() -> None:
     loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
     trainer(max_epochs=2, callbacks=[loop]).fit(Scheduled(), loader())
     assert loop.measurement is not None and "Scheduled.lr_scheduler_step" in loop.measurement.hooks_ms
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [(ValueError("\nfirst\nsecond"), "ValueError: first"), (ValueError(), "ValueError"), (KeyboardInterrupt(), None)],
+)
+def test_what_a_fit_died_of_is_one_line(raised: BaseException, line: str | None) -> None:
+    assert describe_death(raised) == line
 
 
 class Breaks(L.Callback):

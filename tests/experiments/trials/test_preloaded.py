@@ -198,10 +198,13 @@ def test_a_script_that_seeds_nothing_begins_with_the_seed_of_its_run(script: Pat
     assert said[0] == said[1] and not set(said[1].split()) & set(said[2].split())
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
 def test_an_environment_may_be_larger_than_a_message_of_a_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, try_both: Any
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, try_both: Any
 ) -> None:
-    """The server's own, which it tells when it greets, and that of a trial."""
+    """The server's own, which it tells when it greets, and that of a trial; also in a Python without files in memory."""
+    if not in_memory:
+        monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(preloaded, "_server", None)
     for number in range(4):
         monkeypatch.setenv(f"LARGE_{number}", "é" * 60_000)
