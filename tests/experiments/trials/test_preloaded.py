@@ -202,7 +202,7 @@ def test_a_script_that_seeds_nothing_begins_with_the_seed_of_its_run(script: Pat
 def test_an_environment_may_be_larger_than_a_message_of_a_socket(
     in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, try_both: Any
 ) -> None:
-    """The server's own, which it tells when it greets, and that of a trial; also in a Python without files in memory."""
+    """The server's own, which it tells when it greets, and that of a trial; Python may lack files in memory."""
     if not in_memory:
         monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(preloaded, "_server", None)
