@@ -75,7 +75,9 @@ class PlaceKeeper:
             return {"over": True, "batches": 0, "digest": 0, "order": self._kept.draws.read(between_epochs=True)}
         # The gradients of an accumulation window that is not stepped yet are in no checkpoint.
         batches = count_batches(done - done % self._trainer.accumulate_grad_batches)
-        return {"over": False, "batches": batches, "digest": self._kept.digest(batches), "order": self._kept.order}
+        if (digest := self._kept.digest(batches)) is None:
+            return None
+        return {"over": False, "batches": batches, "digest": digest, "order": self._kept.order}
 
     # -- out of a checkpoint ------------------------------------------------------------------------------------------
 

@@ -73,9 +73,9 @@ class KeptOrder(Disguised):
             if number >= skipped:
                 yield batch
 
-    def digest(self, batches: int) -> int:
-        """Of the indices of the epoch's first batches."""
-        return self._digests[batches]
+    def digest(self, batches: int) -> int | None:
+        """Of the indices of the epoch's first batches; None where fewer were drawn: somebody gave some out twice."""
+        return self._digests[batches] if batches < len(self._digests) else None
 
     def _check(self, place: Any) -> None:
         if self._digests[-1] != place["digest"]:

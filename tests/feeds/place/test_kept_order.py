@@ -140,6 +140,13 @@ def test_stops_where_the_sampler_does() -> None:
     assert list(resumed) == epochs[1][4:] and list(resumed) == epochs[2]
 
 
+def test_batches_that_nobody_drew_have_no_digest() -> None:
+    """A loop that gets a batch twice counts more than were drawn."""
+    order, _ = kept(make(KEPT[0], 7))
+    count = len(list(order))
+    assert order.digest(count) is not None and order.digest(count + 1) is None
+
+
 def test_looks_like_what_it_stands_in_for() -> None:
     sampler = CountsItsEpochs(3)
     order, _ = kept(DataLoader(DATA, batch_sampler=sampler))  # type: ignore[arg-type]
