@@ -79,7 +79,7 @@ class Amp:
                 " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
             )
         if self.mode == "16-mixed" and facts.handles_grads:
-            raise NotApplicable(f"{facts.handles_grads[0]} takes gradients that 16-mixed has scaled; use bf16-mixed")
+            raise NotApplicable(f"{facts.handles_grads[0]} reads gradients before they are unscaled; use bf16-mixed")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
         notes: list[str] = []

@@ -144,7 +144,7 @@ def test_a_fit_that_died_says_so_first_and_proposes_no_rung() -> None:
     killed = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."
     first, *others = findings(resnet50_naive(partial=True, died_of=killed))
     assert first.title == "DIED" and first.alarm == killed and first.patch is None
-    assert first.why.startswith(f"the fit died after 220 steps of {killed[:-1]}; the figures are of the steps before")
+    assert first.why.startswith(f"the fit died after 220 steps: {killed[:-1]}; the figures are from the steps before")
     alive = findings(resnet50_naive(partial=True))
     assert alive[0].bottleneck == "data_wait" and alive[0].patch is not None, "it was interrupted"
     assert [finding.bottleneck for finding in others] == [finding.bottleneck for finding in alive]

@@ -61,7 +61,7 @@ class Autocasting(models.Regression):
         (
             "16-mixed",
             {"handles_grads": ("Net.training_step",)},
-            "Net.training_step takes gradients that 16-mixed has scaled; use bf16-mixed",
+            "Net.training_step reads gradients before they are unscaled; use bf16-mixed",
         ),
         ("bf16-mixed", {"handles_grads": ("Net.training_step",)}, {"precision.plugin": "bf16-mixed"}),
         ("bf16-mixed", {"device": "mps"}, "mixed precision is not tested on mps"),
@@ -264,7 +264,7 @@ class ByHand(models.Regression):
 def test_scaled_gradients_are_not_clipped_by_hand() -> None:
     watcher, _ = fit(FP16, by_hand := seeded(ByHand))
     assert (
-        verdict(watcher, "amp").why == "ByHand.training_step takes gradients that 16-mixed has scaled; use bf16-mixed"
+        verdict(watcher, "amp").why == "ByHand.training_step reads gradients before they are unscaled; use bf16-mixed"
     )
     _, _ = fit(None, plain := seeded(ByHand))
     assert by_hand.losses == plain.losses

@@ -97,7 +97,9 @@ class SizeSearch:
         mine = run.search()
         every, owns = zip(*gather(trainer, (mine, trial.own)), strict=True)
         if len(set(owns)) > 1:
-            return FoundSize(size=trial.own, why=f"ranks begin with batches of other sizes: {min(owns)} to {max(owns)}")
+            return FoundSize(
+                size=trial.own, why=f"ranks start with batches of different sizes: {min(owns)} to {max(owns)}"
+            )
         agreed: FoundSize = min(every, key=lambda each: each.size)
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
@@ -123,7 +125,7 @@ class SizeSearch:
         fits = run.find_fitting()
         if fits == most or (fits is None and not run.limit.startswith("by memory")):
             return None  # no size would mend the step: it says itself what is wrong, or skips this batch
-        said = f"a later batch has {length:g} numbers a sample, and micro-batches of {most} do not run"
+        said = f"a later batch has {length:g} values per sample, and micro-batches of {most} do not fit"
         if fits is None:
             fits, do = self.sizes[0], "shorten your longest samples"
             said += ", nor do smaller ones"

@@ -8,7 +8,7 @@ from tests.bridge.apply.micro.ddp_ranks import CASES, results
 from tests.models import distance
 
 STAYS = {
-    "other sizes: auto": "ranks begin with batches of other sizes: 5 to 8",
+    "other sizes: auto": "ranks start with batches of different sizes: 5 to 8",
     "static: split": "static_graph with several backward passes per step fails inside DDP; turn it off",
     "tokens in windows: merge": "windows run batch by batch: the loss is not a mean over samples",
     "padded in windows: merge": "windows run batch by batch: ",

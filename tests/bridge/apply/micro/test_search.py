@@ -456,11 +456,11 @@ def test_a_longer_batch_is_tried_once_before_it_counts() -> None:
 @pytest.mark.usefixtures("four")
 def test_longer_samples_that_do_not_fit_take_a_smaller_size() -> None:
     plain = fit_padded(None, 500)
-    with pytest.warns(UserWarning, match="has 26 numbers a sample, and micro-batches of 4 do not run: 2 from here, "):
+    with pytest.warns(UserWarning, match="has 26 values per sample, and micro-batches of 4 do not fit: 2 from here, "):
         ours = fit_padded(AUTO, 50)
     assert ours[0].seen("batch")["micro_batch"] == 2 and ours[0].module.samples == plain[0].module.samples
     assert "; 4 did not fit longer samples that came later" in ours[0].verdict("batch").why
-    said = "micro-batches of 2 do not run, nor do smaller ones: 1 from here, limited by memory.*shorten your longest"
+    said = "micro-batches of 2 do not fit, nor do smaller ones: 1 from here, limited by memory.*shorten your longest"
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match=said):
         fit_padded(AUTO, 23)
 
