@@ -28,6 +28,8 @@ class MicroBatches:
 
     def __init__(self, choice: PieceChoice) -> None:
         self.choice, self.windows, self._groups = choice, choice.windows, choice.groups
+        self.apart = False
+        """The batch at hand runs as the user's own batches of its window."""
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def show_window(self, batches: Window) -> Any:
@@ -36,7 +38,7 @@ class MicroBatches:
 
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
-        pieces, apart = self.choice.choose(strategy, trainer, batch, rest)
+        pieces, self.apart = self.choice.choose(strategy, trainer, batch, rest)
         self._begin(pieces[0])
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
             output = step(pieces[0].batch, *rest)
@@ -54,7 +56,7 @@ class MicroBatches:
             for place, piece in enumerate(pieces):
                 logs.piece = piece
                 self._begin(piece)
-                more = self.windows.renumber(rest, place) if apart else rest
+                more = self.windows.renumber(rest, place) if self.apart else rest
                 if piece is pieces[-1]:
                     outputs.append(step(piece.batch, *more))
                     break
@@ -67,7 +69,7 @@ class MicroBatches:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
         skipped = [get_loss(output) is None for output in outputs]
-        if all(skipped) or (any(skipped) and not apart):
+        if all(skipped) or (any(skipped) and not self.apart):
             self.after_backward()
             return None  # the user skips this batch; Lightning then runs no backward
         self._held = [

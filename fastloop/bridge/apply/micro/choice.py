@@ -56,7 +56,8 @@ class PieceChoice:
         groups: BatchGroups | None = None,
     ) -> None:
         self._search = micro if isinstance(micro, SizeSearch) else None
-        self._micro = 0 if isinstance(micro, SizeSearch) else micro
+        self.micro = 0 if isinstance(micro, SizeSearch) else micro
+        """Samples per piece; 0 until it is found."""
         self._rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
         self._one_time = one_time or OneTime()
@@ -70,7 +71,9 @@ class PieceChoice:
         self._found: FoundSize | None = None
         self._misfit = False
         self._problem: str | None = None
-        self._steps = self._changed = self._uncut = self._apart_steps = 0
+        self._steps = self._changed = self._apart_steps = 0
+        self.uncut = 0
+        """Batches that could not be cut."""
         self._apart_why = ""
         self._most: tuple[int, ...] = ()
 
@@ -80,7 +83,7 @@ class PieceChoice:
         return {
             "steps": self._steps,
             "changed_steps": self._changed,
-            "uncut_steps": self._uncut,
+            "uncut_steps": self.uncut,
             "problem": self._problem,
             "micro_batches": list(self._most),
             "samples": sum(self._most),
@@ -88,7 +91,7 @@ class PieceChoice:
             "apart_steps": self._apart_steps,
             "apart_why": self._apart_why or None,
             "weighed_by": None if self.weighing is None else str(self.weighing.counter),
-            "micro_batch": self._micro,
+            "micro_batch": self.micro,
             "searched": None if self._found is None else self._found.why,
             "rates": None if self._found is None else {str(size): rate for size, rate in self._found.rates.items()},
         }
@@ -102,7 +105,7 @@ class PieceChoice:
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
         if self._search is not None and self._found is None:
             if window is not None and len(window.sizes) < window.full:
-                self._micro = window.sizes[0]  # a run that was resumed inside of a window searches in the next
+                self.micro = window.sizes[0]  # a run that was resumed inside of a window searches in the next
                 return Chosen(self._cut(batch, trainer, window))
             self._find_size(self._search, strategy, batch, window, rest)
         elif self._search is not None and self.refused is None and self.windows.find_apart(batch) is None:
@@ -115,7 +118,7 @@ class PieceChoice:
         if self._undecided:
             self._undecided = False
             if reason is None:
-                merged = cut(batch, self._micro, window, whole_batches=self.groups is not None)
+                merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
                 reason = self._compare(strategy, own, merged, rest)
             self.refused = reason = self._agree(strategy, reason)
         if reason is None or not own:
@@ -148,8 +151,8 @@ class PieceChoice:
             sizes, search.longest = list_sizes(trial.own, batches), measure_length(batch)
         with self._one_time.span("rehearsal"):
             self._found = search.find(strategy, sizes, trial)
-        self._micro = self._found.size
-        if self._micro == trial.own:
+        self.micro = self._found.size
+        if self.micro == trial.own:
             self.refused, self._undecided = f"your own micro-batch stays: {self._found.why}", False
             self._apart_why = self.refused
 
@@ -163,7 +166,7 @@ class PieceChoice:
         with self._one_time.span("rehearsal"):
             found = search.fit_longer(strategy, batch, self._make_trial(strategy, batch, window, rest, own))
         if found is not None and self._found is not None:
-            self._micro, self._found = found.size, replace(self._found, why=f"{self._found.why}; {found.why}")
+            self.micro, self._found = found.size, replace(self._found, why=f"{self._found.why}; {found.why}")
 
     def _make_trial(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any], own: int) -> Trial:
         take = partial(cut, batch, window=window, whole_batches=self.groups is not None)
@@ -179,7 +182,7 @@ class PieceChoice:
         """Pieces of one of the user's batches; the batch itself where its gradient is not theirs."""
         whole = [Piece(batch, samples(batch) or 0, 1.0)]
         if self.refused is not None:
-            self._steps, self._uncut = self._steps + 1, self._uncut + 1
+            self._steps, self.uncut = self._steps + 1, self.uncut + 1
             return whole
         pieces = self._cut(batch, trainer, None)
         if self._undecided and (len(pieces) > 1 or trainer.world_size > 1):
@@ -188,7 +191,7 @@ class PieceChoice:
             self.refused = self._problem = self._agree(strategy, reason)
             if self.refused is not None:
                 self._warn(f"{self._rung}: batches run whole: {self.refused}")
-                self._changed, self._uncut, self._most = 0, self._uncut + 1, ()
+                self._changed, self.uncut, self._most = 0, self.uncut + 1, ()
                 return whole
         if self.weighing is not None and len(pieces) > 1:
             weights = self.weighing.counter.weigh([piece.batch for piece in pieces])
@@ -224,7 +227,7 @@ class PieceChoice:
             if merged[0].samples >= own[0].samples:
                 return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
             # A search found that the user's own batch does not fit.
-            reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self._micro), take_loss)
+            reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss)
             return reason or (weighing and "the loss is a mean over tokens, but a window weights it by samples")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
@@ -241,10 +244,10 @@ class PieceChoice:
         try:
             if window is None:
                 self._check_size(batch, trainer)
-            pieces = cut(batch, self._micro, window, whole_batches=self.groups is not None and window is not None)
+            pieces = cut(batch, self.micro, window, whole_batches=self.groups is not None and window is not None)
         except CannotSplit as reason:
             self._check_strict(str(reason), "with whole batches")
-            self._uncut, self._problem = self._uncut + 1, self._problem or str(reason)
+            self.uncut, self._problem = self.uncut + 1, self._problem or str(reason)
             # A short last window keeps the weight accumulation would have given it.
             share = 1.0 if window is None else len(window.sizes) / window.full
             rows, sizes = samples(batch) or 0, window.sizes if window else ()
@@ -269,4 +272,4 @@ class PieceChoice:
     def _check_strict(self, reason: str, otherwise: str) -> None:
         if self._strict:
             do = f"turn rungs.{self._rung} off, or turn strict off to train {otherwise}"
-            raise FastLoopError(got=f"{self._rung}.micro_batch={self._micro}", why=reason, do=do) from None
+            raise FastLoopError(got=f"{self._rung}.micro_batch={self.micro}", why=reason, do=do) from None
