@@ -157,7 +157,7 @@ class Facts:
     attends_by_call: tuple[str, ...] = ()
     """Modules that call ``scaled_dot_product_attention``."""
     classes: int = 0
-    """Rows of the largest matrix among the parameters, if that makes for a large loss; else 0."""
+    """Rows of the largest matrix among the parameters, if a loss over that many classes is large; else 0."""
     not_mean_losses: tuple[str, ...] = ()
     """Losses that are recognizably not means over samples."""
     autocasts: tuple[str, ...] = ()
