@@ -66,7 +66,7 @@ class GradientDistance:
     lost: tuple[str, ...] = ()
     """Tensors that have a gradient in the base but not here."""
     astray: tuple[str, ...] = ()
-    """Tensors that keep less than half of their gradient, or at least twice as much."""
+    """Tensors that keep less than half of their gradient, or more than twice as much."""
     finite: bool = True
 
 
@@ -218,7 +218,7 @@ class Ledger:
     dataset: int | None = None
     """Number of samples in the dataset."""
     own_order: bool | None = None
-    """Whether the loader's order uses its own random numbers."""
+    """Whether the sample order is independent of other random draws, such as augmentations."""
     optimizer_steps: int | None = None
     partial: bool = False
     """Whether the fit of this rank ended early."""
