@@ -27,7 +27,7 @@ class Deviation:
 
     outputs: float
     gradients: float | None
-    """None if no input required a gradient."""
+    """None if nothing required a gradient."""
     finite: bool = True
     """All numbers are finite where those of the unchanged modules are."""
 

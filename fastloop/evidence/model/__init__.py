@@ -1,1 +1,2 @@
-"""What the model and the dataset are: floating-point operations, captured graphs, hazards, distance of gradients."""
+"""Properties of the model and the dataset: floating-point operations, captured graphs, hazards, distance of
+gradients."""

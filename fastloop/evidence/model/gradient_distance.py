@@ -1,4 +1,4 @@
-"""How far two gradients are apart, tensor by tensor and as a whole. In float64, on the host."""
+"""The distance between two gradients, tensor by tensor and as a whole. In float64, on the host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 Gradient = Mapping[str, torch.Tensor]
-"""Gradients by the names of their parameters."""
+"""Gradients by parameter name."""
 
 LISTED = 5
 LOST_SHARE = 1e-4
-"""A tensor whose numbers are this small beside the mean one may well be zero in truth: the bias before a BatchNorm."""
+"""A tensor whose elements are this small relative to the mean element may truly be zero: the bias before a
+BatchNorm."""
 NOTABLE, OFF = 1e-2, 0.5
-"""A tensor with this share of the norm keeps at least this part of itself, whatever rounding does to the rest."""
+"""A tensor with this share of the norm must keep at least this part of itself, whatever rounding does to the rest."""
 
 
 def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
-    """What lies between a gradient and the base's.
+    """Measure how far a gradient is from the base's.
 
     Returns:
         ``deviation``   ``||arm - base|| / ||base||``, a tensor that is missing counting as zeros
@@ -64,12 +65,12 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
 
 
 def is_finite(gradient: Gradient) -> bool:
-    """Whether it holds numbers only."""
+    """Whether all elements are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in gradient.values())
 
 
 def _row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
-    """Norms of one tensor in both and of what lies between, and the product of both."""
+    """Norms of one tensor in both gradients and of their difference, and the inner product."""
     left, right = (None if tensor is None else tensor.detach().to(torch.float64) for tensor in (base, arm))
     norms = [0.0 if side is None else float(side.norm()) for side in (left, right)]
     if left is None or right is None or left.shape != right.shape:
