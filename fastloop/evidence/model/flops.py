@@ -90,7 +90,7 @@ class FlopCount(TorchDispatchMode):
         self.backward: Counter[str] = Counter()
         self.recomputed = 0
         self.ambiguous = False
-        """A graph of the backward was built (``create_graph``) in a way that hides what is recomputation."""
+        """A graph of the backward was built (``create_graph``) in a way that hides which work is recomputation."""
         self._creates_graph = False
         self._uncounted: dict[str, None] = {}
         self._known: dict[Any, Callable[..., tuple[str, int, int]] | None] = {}
