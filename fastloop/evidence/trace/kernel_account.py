@@ -50,10 +50,10 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
     Returns:
         Per step, in milliseconds: ``step_ms``, ``busy_ms`` (any work on the device), ``families_ms`` (unions over the
         streams), ``idle_ms`` {data, launch, sync, other} (adds up with ``busy_ms`` to ``step_ms``),
-        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``attention_by_hand_ms``, of a softmax and the
-        products on both sides of it, a lower bound; ``launches`` calls for work, ``top`` the ten
-        names with most time [{name, ms, count}]; and ``steps``. Without device work the families are the operators'
-        own time on the CPU, ``busy_ms`` their union, and the rest is None.
+        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``attention_by_hand_ms``, for a softmax and the
+        products on both sides of it, a lower bound; the number of ``launches``; ``top``, the ten names with the most
+        time [{name, ms, count}]; and ``steps``. Without device work the families are the operators' self time on the
+        CPU, ``busy_ms`` is their union, and the rest is None.
 
     Raises:
         FastLoopError: the trace has no step marks.

@@ -108,8 +108,8 @@ class TraceWindow:
         """Stop if still recording, write the trace and read it.
 
         Returns:
-            What ``Measurement.kernels`` holds: ``kernels.read``, of how many steps it was to be, and ``cost_s``; or
-            ``skipped``: why there is none.
+            The content of ``Measurement.kernels``: the result of ``kernel_account.read``, ``asked_steps`` and
+            ``cost_s``; or ``skipped``: why there is no trace.
         """
         if self._begun and not self.done:
             self._stop()
