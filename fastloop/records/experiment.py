@@ -40,8 +40,8 @@ class Gate:
     """None: undecided."""
     why: str
     deviation: float | None = None
-    """The largest deviation measured. For the gradient, its norm relative to that of the base's gradient; for the loss,
-    in percent of the loss, negative if the arm's loss is lower."""
+    """The largest deviation measured. For the gradient, the norm of the difference over the norm of the base's
+    gradient; for the loss, in percent of the loss, negative if the arm's loss is lower."""
     limit: float | None = None
     """A larger deviation fails the gate; same unit."""
     visible: float | None = None

@@ -75,7 +75,7 @@ class Measurement:
     launch-bound."""
     window_too_short: bool = True
     parts_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(PARTS))
-    """Means per optimizer step, on the device's time line: they add up to ``step_ms.mean``."""
+    """Means per optimizer step, on the device's timeline: they add up to ``step_ms.mean``."""
     host_ms: Mapping[str, float | None] = field(default_factory=dict)
     """Host time for the same parts, per optimizer step. Never add it to ``parts_ms``."""
     blocked_ms: float | None = None
@@ -99,10 +99,10 @@ class Measurement:
     ``measured_tflop_per_s`` (a bf16 product here), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32
     work may run in TF32 here: ``matmul_tf32``, ``convolution_tf32``."""
     tflop_per_s: float | None = None
-    """Per device."""
+    """Rate per device."""
     mfu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(MFU_PEAKS))
     tokens_per_s: float | None = None
-    """Padding included."""
+    """Including padding."""
     unpadded_tokens_per_s: float | None = None
     """According to the attention mask; None if there is none."""
     joule_per_sample: float | None = None
@@ -114,8 +114,9 @@ class Measurement:
     ``attention_by_hand_ms`` (products and softmax of attention that no fused kernel computes, at least), ``launches``,
     ``steps`` of ``asked_steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is no trace."""
     syncs: tuple[Mapping[str, Any], ...] = ()
-    """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, most
-    expensive first. ``evidence["syncs"]``: ``hunted_steps``, the number of steps searched, if each of them was."""
+    """Device synchronizations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, most
+    expensive first. ``evidence["syncs"]``: ``hunted_steps``, the number of steps searched, if every step was
+    searched."""
     ceilings: Mapping[str, float | None] = field(default_factory=dict)
     """Samples per second with costs removed, each from a trial. ``replayed``: no loader, the same few host batches;
     ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. To get the cost

@@ -107,7 +107,7 @@ class Account:
         self._every, self._host_every = defaultdict[str, float](float), defaultdict[str, float](float)
         """Seconds by phase outside the loop's batch work, of every step: on the device's and on the host's timeline."""
         self._work, self._host_work = Sampled(), Sampled()
-        """Inside it."""
+        """Seconds inside it."""
         self._blocked_s: float | None = None
         self._garbage = self._once_in_step = self.once_s = 0.0
         self._step_s, self._step_once, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(4))
@@ -194,7 +194,7 @@ class Account:
 
     @property
     def wait_s(self) -> float:
-        """Seconds starved of data so far."""
+        """Seconds that the device has starved for data so far."""
         return self._every.get("data_wait", 0.0)
 
     def window(self, on_device: bool) -> Window | None:

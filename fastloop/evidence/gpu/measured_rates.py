@@ -1,7 +1,7 @@
 """The measured rates of this device: a large bf16 product and a copy inside its memory, timed once and cached.
 
 ``measure`` needs over a gigabyte of the device and up to two seconds, so it is for disposable trial processes: in a
-user's run it would move the peak memory. There only ``cached`` is called, which reads a small file.
+user's run it would move the peak memory. There, only ``read_cached`` is called, which reads a small file.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ def measure(device: torch.device) -> DeviceRates:
         copy_tb_per_s=2 * copy[0] / copy[1] / 1e9 if copy else None,
         gemm_size=product[0] if product else None,
     )
-    if rates.copy_tb_per_s and rates.gemm_size in (
-        None,
-        PRODUCT_SIZES[0],
-    ):  # otherwise memory was short in this measurement
+    if rates.copy_tb_per_s and rates.gemm_size in (None, PRODUCT_SIZES[0]):  # otherwise memory was short
         _keep(rates, find_uuid(device), torch.cuda.get_device_name(device))
     return rates
 

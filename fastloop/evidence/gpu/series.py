@@ -34,8 +34,7 @@ class Mean:
 
 
 class Timeline:
-    """Fewer than 600 rows, evenly spaced: at the 600th, neighbors merge in pairs, and later rows cover twice the
-    time."""
+    """At most 600 rows, evenly spaced: at the 600th, neighbors merge in pairs, and later rows cover twice the time."""
 
     def __init__(self) -> None:
         self.mean = Mean()
@@ -79,8 +78,8 @@ ENOUGH_STEPS = 5
 
 
 class EnergyCounter:
-    """Readings of a total in millijoules. The driver updates the counter periodically, so each reading may be up to one
-    period old."""
+    """Readings of a total in millijoules. The counter is updated periodically, so each reading may be up to one period
+    old."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None

@@ -23,15 +23,15 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
     """Measure how far a gradient is from the base's.
 
     Returns:
-        ``deviation``   ``||arm - base|| / ||base||``, a tensor that is missing counting as zeros
-        ``layers``      the root of the mean square of the deviations of single matrices (and filters), each over its
-                        own norm: every layer counts alike, however small its share of the whole
-        ``kept``        how much of the base's gradient is in the arm's, ``<arm, base> / ||base||^2``: rounding leaves
-                        it near 1 however far it scatters the rest, a lost factor does not
-        ``worst``       the tensors with the largest part in that: ``name``, ``deviation`` of its own norm, ``share``
-        ``lost``        of the base's, those that are missing or all zeros in the arm and were not as good as zero
-        ``astray``      those with a notable share of the norm of which less than half is kept, or twice as much
-        ``finite``      all numbers of the arm's are
+        ``deviation``   ``||arm - base|| / ||base||``; a missing tensor counts as zeros
+        ``layers``      the root mean square of the deviations of single matrices (and filters), each over its own
+                        norm: every layer has the same weight, however small its share of the whole
+        ``kept``        how much of the base's gradient the arm's contains, ``<arm, base> / ||base||^2``: it stays near
+                        1 however far rounding scatters the rest, but not if a factor is lost
+        ``worst``       the tensors that differ most: ``name``, ``deviation`` over its own norm, ``share`` of the norm
+        ``lost``        tensors of the base that are not practically zero there, but missing or all zeros in the arm
+        ``astray``      tensors with a notable share of the norm that keep less than half, or more than twice as much
+        ``finite``      whether all elements of the arm's gradient are finite
     """
     rows = {name: _row(base.get(name), arm.get(name)) for name in {**base, **arm}}
     norm = math.sqrt(math.fsum(row["base"] ** 2 for row in rows.values()))

@@ -140,7 +140,7 @@ def guess(text: str, through: tuple[str, ...]) -> str:
 
 
 def name_cause(kind: str, name: str | None) -> str:
-    """The label of a synchronization by the framework; see `callsite.Cause`."""
+    """The label of a synchronization by the framework; see `call_site.Cause`."""
     if kind == "prog_bar" and name is None:
         return "progress bar"
     return _LOG_CAUSES[kind]
@@ -293,7 +293,7 @@ def _row(where: str, line: _Line, steps: int) -> dict[str, Any]:
 
 
 def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
-    """Line, label and advice of one kind of synchronisation."""
+    """Line, label and advice of one kind of synchronization."""
     where, label = site.where, what
     if site.ours:
         return where, label if site.inside is None else f"{label} in {site.inside}", OUR_ADVICE
