@@ -136,8 +136,7 @@ def precision(seen: Measurement) -> str | None:
     return "fp32" if not may_tf32 or (tensor is not None and tensor < TENSOR_UNUSED_PCT) else "tf32"
 
 
-# -- properties of the run and the user's own code, for the cards of the rungs
-# ----------------------------------------------
+# -- properties of the run and the user's own code, for the cards of the rungs ----------------------------------------
 
 
 def on_gpu(seen: Measurement) -> bool:

@@ -225,10 +225,11 @@ def _describe_neighbours(crowd: Neighbours, energy_in_doubt: bool) -> list[str]:
     return []
 
 
-# Prevents a fork while another thread is inside a C library. A forked child (a loader's worker) has only the thread
-# that forked. If another thread was inside NVML at that moment, the library's locks stay locked in the child forever,
-# and a child that calls NVML (torch counts devices that way) hangs. So a fork waits until the current call is over, a
-# few milliseconds, and never longer than ``LIMIT_S``.
+# Prevents a fork while another thread is inside a C library.
+#
+# A forked child (a loader's worker) has only the thread that forked. If another thread was inside NVML at that moment,
+# the library's locks stay locked in the child forever, and a child that calls NVML (torch counts devices that way)
+# hangs. So a fork waits until the current call is over, a few milliseconds, and never longer than ``LIMIT_S``.
 
 LIMIT_S = 1.0
 """A fork waits no longer than this, even if the library call never returns."""

@@ -205,7 +205,7 @@ def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float 
     return (sizes[-1] - sizes[0]) / max(1, steps[-1] - steps[0])
 
 
-# -- what keeps the tensors --------------------------------------------------------------------------------------------
+# -- what keeps the tensors -------------------------------------------------------------------------------------------
 
 
 def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:
