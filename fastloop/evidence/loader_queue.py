@@ -1,5 +1,4 @@
-"""How many batches a loader's queue lacks, and which of its workers are alive. Reads torch's private fields, each
-guarded."""
+"""How many batches a loader's queue lacks, and which workers are alive. Reads torch's private fields, each guarded."""
 
 from __future__ import annotations
 
@@ -32,9 +31,10 @@ def batches_owed(iterator: Any) -> int | None:
     """Batches that a multi-process DataLoader iterator has requested from its workers and that are not finished.
 
     0 while the queue is as full as possible, also near the end of an epoch, when few batches are left to request; up to
-    ``num_workers * prefetch_factor`` when it is drained. None if unknown. Source: torch/utils/data/dataloader.py,
-    _MultiProcessingDataLoaderIter: `_tasks_outstanding` are requested and not received (a batch that arrives before its
-    turn is received), `_data_queue` holds what the pin thread or the workers have delivered.
+    ``num_workers * prefetch_factor`` when it is drained. None if unknown.
+    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_tasks_outstanding` are requested and not
+    received (a batch that arrives before its turn is received), `_data_queue` holds what the pin thread or the workers
+    have delivered.
     """
     if live_workers(iterator) == 0:
         return 0
@@ -65,8 +65,8 @@ def find_death(iterator: Any, error: Exception) -> str | None:
     """torch's own message about a dead worker, if `error` is a connection that broke with it.
 
     torch reports the death itself if its SIGCHLD handler or its own check of the workers comes first. If the connection
-    breaks earlier, or the pin-memory thread ends with it, a ConnectionResetError does not mention a worker. Source:
-    torch/utils/data/dataloader.py, _try_get_data; torch/csrc/DataLoader.cpp, THPModule_errorIfAnyWorkerFails.
+    breaks earlier, or the pin-memory thread ends with it, a ConnectionResetError does not mention a worker.
+    Source: torch/utils/data/dataloader.py, _try_get_data; torch/csrc/DataLoader.cpp, THPModule_errorIfAnyWorkerFails.
     """
     workers = getattr(iterator, "_workers", None)
     pin_thread_ended = str(error) == "Pin memory thread exited unexpectedly"

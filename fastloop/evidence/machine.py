@@ -70,8 +70,7 @@ UNMARKED_SECRETS = ("SLURM_JWT",)
 
 GIT_LIMIT_S = 2.0
 LONGEST_NAME, SOCKET_PATH = len("/pymp-12345678/listener-12345678"), 107
-"""Length in bytes of the path that multiprocessing adds to the directory for temporary files, and the limit of a
-socket's whole path."""
+"""Bytes that multiprocessing adds to the path of the directory for temporary files, and a socket path's limit."""
 
 
 class Unreadable(Exception):

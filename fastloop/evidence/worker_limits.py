@@ -1,5 +1,4 @@
-"""Limits on worker processes: which loaders can have them, how many fit, how long they are useful, and how many samples
-a run draws."""
+"""Limits on worker processes: which loaders can have them, how many fit, how long they help, how much a run draws."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""Whether an arm is faster, and whether it is the same training: statistics, parity gates and predictions on plain
-numbers."""
+"""Whether an arm is faster, and the same training: statistics, parity gates and predictions on plain numbers."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.02
-"""Share of the fastest rate: sizes within it count as equally fast, and the search keeps the user's size if it is one
-of them, else the nearest larger one."""
+"""Share of the fastest rate: sizes within it are equally fast; the user's wins, or else the nearest larger one."""
 WORSE = 0.03
 """A search ends when two sizes in a row are slower than the best by more than this share."""
 

@@ -35,13 +35,11 @@ SHARP, SCATTERED = 0.1, 0.5
 deviation in between proves nothing, and the gradients at steadier weights decide. If rounding moves the base's gradient
 by the second, so little of it is left that a deviation cannot fail an arm either."""
 KEPT = 0.75, 1.33
-"""Range for the part of the base's gradient that remains if only rounding has scattered it; a lost factor of 4 is
-outside."""
+"""Range for how much of the base's gradient rounding alone can leave; a lost factor of 4 is outside."""
 RESOLUTION = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Rounding error of one number: no gate can detect less."""
 CHANCE, NOISE = 3, 10
-"""A deviation within this multiple of what random draws, or unordered sums, do to the base's own gradient is not the
-arm's fault."""
+"""A deviation within this multiple of what random draws, or unordered sums, do to the base is not the arm's."""
 FEWEST_RUNS = 3
 LEVEL, LEVEL_OF_OTHER_DRAWS = 0.90, 0.99
 """Confidence levels of the loss gate's interval. Arms that draw other random numbers fail only outside the second: by
@@ -123,8 +121,7 @@ def _find_rounding(known: Mapping[str, float | None], precision: str) -> float:
 def _describe_distance(
     base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, precision: str, rounding: float
 ) -> dict[str, Any]:
-    """The figures that a gate reports for a distance, whatever its result; the limit is the most that rounding may
-    explain."""
+    """The figures of a distance, whatever the result; the limit is the most that rounding may explain."""
     return {
         "deviation": found.deviation,
         "limit": max(TAU[precision], min(ROUNDINGS * rounding, MOST)),
@@ -172,8 +169,7 @@ def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
 
 
 def _close(chance: float, noise: float, astray: Sequence[str], precision: str, seen: dict[str, Any]) -> Gate:
-    """The gate for an arm that promises the same mathematics. Variation that the base itself shows between repetitions
-    does not fail it."""
+    """The gate for an arm that promises the same mathematics. The base's own variation between runs is no failure."""
     deviation, limit, kept = seen["deviation"], seen["limit"], seen["detail"]["kept"]
     usual = f"{TAU[precision]:.0e} of {precision}"
     limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} may make here"

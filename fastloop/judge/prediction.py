@@ -78,8 +78,7 @@ def compute_ceilings_ms(costs: Costs) -> dict[str, float]:
 
 
 def compute_error_pct(predicted: float | None, measured: float | None) -> float | None:
-    """Error of a prediction of saved milliseconds, in percent of the measured saving; None if there is nothing to
-    score."""
+    """Error of a prediction of saved milliseconds, in percent of the measured saving; None if nothing to score."""
     if predicted is None or not measured:
         return None
     return 100 * abs(predicted - measured) / abs(measured)

@@ -1,5 +1,4 @@
-"""Whether real steps are as fast as a rehearsal promised, and whether they are slower with a rung than without.
-Pure."""
+"""Whether real steps are as fast as a rehearsal promised, and whether a rung makes them slower. Pure."""
 
 from __future__ import annotations
 

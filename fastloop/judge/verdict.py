@@ -172,8 +172,7 @@ def _count(base: _Runs, arm: _Runs) -> str:
 
 
 def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str) -> str:
-    """The ratio with its interval; only the interval if it decides nothing, because the ratio would look like a
-    claim."""
+    """The ratio with its interval; only the interval if undecided, because the ratio would look like a claim."""
     if ratio is None or ci95 is None:
         return ""
     digits = choose_digits(ci95)

@@ -1,5 +1,5 @@
-"""The card of a rung: everything that other files need to know about it. It lives in the rung's own file; no other file
-names a rung.
+"""The card of a rung: everything other files need to know about it. Only the rung's own file, which holds it, names the
+rung.
 
 Diagnosis, climb, tune, gates and reports get the cards from `fastloop.ladder.cards` and read them; to make a new rung
 known to all of them, add it as a field of the ladder.

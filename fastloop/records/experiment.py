@@ -84,8 +84,7 @@ class Comparison:
     ratio: float | None = None
     """Samples per second of the arm divided by the base's, corrected for drift of the machine."""
     ci95: tuple[float, float] | None = None
-    """Confidence interval of the ratio; stricter than 95 % if the experiment has several arms or could have ended
-    early."""
+    """Confidence interval of the ratio; above 95 % if there are several arms or an early end was possible."""
     mde_pct: float | None = None
     """Minimum detectable effect: the smallest difference that this many runs would show four times out of five."""
     verdict: Judged = "inconclusive"

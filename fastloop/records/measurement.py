@@ -27,8 +27,7 @@ WORKERS, REHEARSAL, CACHE_FILL = "workers", "rehearsal", "cache_fill"
 ONE_TIME = (COMPILE, VALIDATION_COMPILE, AUTOTUNE, WORKERS, REHEARSAL, CACHE_FILL)
 """Causes of costs that occur once per fit, in the order in which reports list them."""
 MEMORY = "memory"
-"""Key of the evidence on memory growth: how fast it is, how many steps memory lasts, what keeps the tensors; absent if
-there is none."""
+"""Key of the evidence on memory growth: its pace, the steps left, what keeps the tensors; absent if none."""
 STEP_TIMES = ("mean", "median", "p10", "p90")
 GPU_READINGS = (
     "nvml_busy_pct",
@@ -49,8 +48,7 @@ MFU_PEAKS = ("datasheet", "measured_peak", "dtype_in_use")
 FAMILIES = ("gemm", "attention", "convolution", "elementwise", "normalisation", "optimizer", "copy", "nccl", "other")
 CEILINGS: tuple[Literal["replayed", "resident", "no_exchange"], ...] = ("replayed", "resident", "no_exchange")
 DISTURBED = 0.9
-"""Share of the run's rate: a trial that is slower than this, although it does less work, did not have the machine to
-itself."""
+"""Share of the run's rate: a slower trial, although it does less work, did not have the machine to itself."""
 UNEVEN = 2.0
 """If the mean step is at least this many times the median, a few long steps dominate it."""
 
@@ -68,11 +66,9 @@ class Measurement:
     wall_ms: float | None = None
     """Length of the window, without one-time costs."""
     lead_ms: float | None = None
-    """Work still queued on the device when the host got its batch (median); None on the CPU, which has only one
-    clock."""
+    """Work still queued on the device when the host got its batch (median); None on the CPU: only one clock."""
     trail_ms: float | None = None
-    """Work still queued on the device when the host had issued the whole step (median): about 0 if the step is
-    launch-bound."""
+    """Work still queued on the device after the host issued the whole step (median): about 0 if launch-bound."""
     window_too_short: bool = True
     parts_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(PARTS))
     """Means per optimizer step, on the device's timeline: they add up to ``step_ms.mean``."""

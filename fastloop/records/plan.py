@@ -71,8 +71,7 @@ class Site(Protocol):
 
     @property
     def changed_sizes(self) -> Sequence[Mapping[int, int]]:
-        """For each batch after the first recorded one: sizes of the first batch's dimensions, mapped to the new
-        sizes."""
+        """For each batch after the first recorded one: changed dimension sizes, old to new."""
 
     @property
     def graph_passes(self) -> list[Callable[[Any], Any]]:
@@ -94,8 +93,7 @@ class Site(Protocol):
 
     @property
     def graph_steps(self) -> Callable[[bool], Applied]:
-        """Capture a training step as a CUDA graph and replay it if that is safe; with False, only if it is also
-        faster."""
+        """Capture a training step as a CUDA graph and replay it if safe; with False, only if also faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +155,13 @@ class Rehearsed:
     """Results of trying a rung on the calls of the first step: forward and backward, eager versus changed."""
 
     deviation: float | None = None
-    """The larger of the deviations of outputs and gradients, relative to their norm; None if it could not be
-    determined."""
+    """The larger deviation of outputs and gradients, relative to their norm; None if not determined."""
     eager_ms: float | None = None
     """Time of the modules as the user wrote them."""
     changed_ms: float | None = None
     """Time of the same modules with this rung and those kept before it."""
     of_batch: bool = False
-    """True if the times cover all work of these modules for one batch; False if they cover only some of the calls, or
-    the optimizer's."""
+    """The times cover all work of these modules for one batch; not just some calls, nor the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +220,7 @@ class Verdict:
     parity_class: Parity = "exact"
     rehearsed: Rehearsed | None = None
     pays_back_after_steps: float | None = None
-    """Optimizer steps until the rung's one-time cost is recovered, as estimated by the rehearsal; does not affect the
-    verdict."""
+    """Optimizer steps until the rung's one-time cost is recovered, by the rehearsal; not a verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)

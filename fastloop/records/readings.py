@@ -10,8 +10,7 @@ from fastloop.records.measurement import DISTURBED, Measurement
 
 TENSOR_UNUSED_PCT = 2.0
 BEYOND = 0.15
-"""Share of the step: if a trial saves this much more than the parts it removes take, it ran at a different speed than
-the run."""
+"""Share of the step: a trial that saves this much more than the parts it removes ran at a different speed."""
 TAKES_AWAY = {
     "replayed": ("data_wait", "epoch_gap"),
     "resident": ("data_wait", "epoch_gap", "h2d"),

@@ -23,8 +23,7 @@ SHORTEST = 4
 ORDINARY = ("true", "false", "null", "none", "auto", "default")
 """Ordinary values that settings with secret-sounding keys may have: ``use_token=true``."""
 SHORTEST_VARIABLE = 8
-"""The minimum length for environment variables, many of which only sound like secrets:
-``TOKENIZERS_PARALLELISM=false``."""
+"""The same for environment variables; many only sound like secrets: ``TOKENIZERS_PARALLELISM=false``."""
 
 _WORDS = re.compile("token|key|secret|password", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"""([\w.-]+)["']?\s*[=:]\s*""")

@@ -230,7 +230,6 @@ def is_file(path: Path) -> bool:
 
 
 def safe_name(text: str) -> str:
-    """A text as a file name that cannot leave its directory: ASCII letters, digits, ``.``, ``_`` and ``-``; at most
-    80."""
+    """A text as a file name that cannot leave its directory: ASCII letters, digits, ``.``, ``_``, ``-``; at most 80."""
     ascii_only = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_only).strip("-._")[:80].rstrip("-._") or "run"

@@ -12,8 +12,7 @@ from fastloop.records.run_files import PlanFile
 from fastloop.records.store import SCHEMA
 
 Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", "rates", "gradients", "loader", "plan"]
-"""What a trial changes: see `bridge.trials.ceilings`; the variations from ``flops`` on return an answer of another
-type."""
+"""What a trial changes: see `bridge.trials.ceilings`; from ``flops`` on it returns an answer of another type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +242,7 @@ class Trial:
     """Exit code; if a signal ended it, the negative signal number."""
     last_step: int | None = None
     started: str | None = None
-    """That it was forked from a process with torch imported, or why it was a new interpreter; None: a plain new
-    process."""
+    """Forked from a process with torch imported, or why in a new interpreter; None: a plain new process."""
     tail: str = ""
     """The last lines of its stderr; empty if it is ok."""
     began: int | None = None

@@ -17,8 +17,7 @@ class Point:
     value: Setting = None
     """A number; a file may also contain another type of setting."""
     step_ms: float | None = None
-    """Time of an optimizer step, corrected for batches queued before or left over; None if the value was not trained or
-    could not be."""
+    """Time of an optimizer step, corrected for queued batches; None if not trained, or training failed."""
     samples_per_s: float | None = None
     ok: bool = True
     """False: it failed, or the rung was inactive."""

@@ -15,8 +15,7 @@ from typing import Any
 
 EVERY_S = 15 * 60.0
 RECHECK_S = 60.0
-"""Delay after a slow check: short, because a warning in half an hour helps less, but not zero, because a hiccup takes
-time to pass."""
+"""Delay after a slow check: soon, so that a warning still helps, but not at once, since a hiccup takes time."""
 CHECK_STEPS = 50
 SLOWER_PCT = 10.0
 STANDARD_ERRORS = 3.0

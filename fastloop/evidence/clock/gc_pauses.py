@@ -1,8 +1,8 @@
 """Passes of Python's garbage collector: adds the time each one held up the host to a clock.
 
 A pass over all objects takes a tenth of a second or more if there are millions of them. An allocation anywhere in the
-loop can trigger it, so the place where it happens is not its cause. Source:
-https://docs.python.org/3/library/gc.html#gc.callbacks
+loop can trigger it, so the place where it happens is not its cause.
+Source: https://docs.python.org/3/library/gc.html#gc.callbacks
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ _own = threading.local()
 
 
 def read_off_cpu_s() -> float | None:
-    """Seconds since an arbitrary start in which this thread neither ran nor was queued for a CPU; only differences
-    matter.
+    """Seconds in which this thread neither ran nor was queued for a CPU; only differences are meaningful.
 
     Linux' scheduler statistics distinguish waiting from preemption; None if unavailable. They lag by up to a scheduler
     tick, so only means over many intervals are reliable, and a single difference may even be negative.
@@ -43,8 +42,7 @@ def _open_statistics() -> None:
 
 
 def find_current_stream(device: torch.device) -> Any:
-    """``torch.cuda.current_stream``, but faster: torch's takes 4 us on an H200's host, longer than the rest of a
-    mark."""
+    """``torch.cuda.current_stream``, which takes 4 us on an H200's host, longer than the rest of a mark."""
     ask = getattr(torch._C, "_cuda_getCurrentStream", None)  # private
     if ask is None or device.index is None:
         return torch.cuda.current_stream(device)

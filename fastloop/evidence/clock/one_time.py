@@ -1,5 +1,4 @@
-"""Collects costs that occur once per fit: compiles, the start of workers, rehearsals. By cause, and as spans of host
-time.
+"""Costs that occur once per fit: compiles, worker start-up, rehearsals. By cause, and as spans of host time.
 
 The code that causes or observes such a cost records it here: the watch, the applier, a rung's action. A `Clock` that
 receives the ledger removes the spans from its steps, so that no step is charged for a cost that does not recur.

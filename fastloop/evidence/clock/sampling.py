@@ -127,7 +127,7 @@ class Sampled:
 # The few steps that are far longer than all others: a pause that happened once is not part of a step's cost.
 
 MOST_PAUSES = 3
-"""Limit on the number of such steps; a cause that makes more steps long is recurring, and its mean is its cost."""
+"""Limit on the number of such steps; if there are more, the cause recurs, and its mean is its cost."""
 PAUSE = 4.0
 """Ratio to the longest of all other steps."""
 

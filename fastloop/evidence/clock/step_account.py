@@ -30,8 +30,7 @@ class Window:
     samples: int
     wall_s: float
     parts_s: dict[str, float]
-    """Per step, by phase, on the device's timeline; without steps in detail, phases that only those can separate are
-    missing."""
+    """Per step, by phase, on the device's timeline; phases that need steps in detail are missing without any."""
     host_s: dict[str, float]
     """Per step, by phase, on the host's timeline."""
     blocked_s: float | None
@@ -70,8 +69,7 @@ class Window:
 
 
 class Mark:
-    """One call of the loop. Not a dataclass: most marks need five of the fields, and setting all takes a
-    microsecond."""
+    """One call of the loop. Not a dataclass: most marks need five of the fields; setting all takes a microsecond."""
 
     off_cpu: float | None = None
     kind = ""
@@ -140,8 +138,7 @@ class Account:
         host_every["host_other"] += (1 - hooks_share) * host
 
     def garbage(self, host: float, lead: float) -> float:
-        """The garbage collector delayed the host while the device had `lead` seconds of work; returns the time the
-        device lost."""
+        """The garbage collector delayed the host while the device had `lead` seconds of work; the time lost."""
         lost = max(0.0, host - max(0.0, lead))
         self._garbage += lost
         self._every["host_other"] += lost
@@ -149,8 +146,7 @@ class Account:
         return lost
 
     def once(self, host: float, lead: float) -> float:
-        """A one-time cost delayed the host in the same way; the time the device lost belongs to neither step nor
-        window."""
+        """A one-time cost delayed the host likewise; the time the device lost is in neither step nor window."""
         lost = max(0.0, host - max(0.0, lead))
         self._once_in_step += lost
         return lost

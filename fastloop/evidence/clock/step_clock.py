@@ -67,8 +67,7 @@ class Clock:
         self.hooks_s = 0.0
         """Host time in hooks without their own marks; the code that runs them adds to it."""
         self.collected_s = self._collected_before = 0.0
-        """``collected_s``: host time of garbage collector passes, in any phase; ``_collected_before``: the part before
-        the loop requested its batch."""
+        """The same for garbage collector passes, in any phase; and the part before the loop requested its batch."""
         self._account, self._one_time = Account(), Reader(one_time or OneTime())
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0

@@ -1,5 +1,4 @@
-"""Reads the counters of Hopper and later GPUs through NVML's GPM: how busy the units were, not just whether any kernel
-ran.
+"""The counters of Hopper and later GPUs through NVML's GPM: how busy the units were, not just that a kernel ran.
 
 They need no root, no profiler session and no CUDA call, and each reading is the exact mean since the previous one.
 Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmEnums.html (metrics 20 and 21 are in MiB/s).

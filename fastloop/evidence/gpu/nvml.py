@@ -1,7 +1,8 @@
 """One GPU through NVML, found by its CUDA uuid, so that ``CUDA_VISIBLE_DEVICES`` does not matter.
 
 Nothing here makes a CUDA call. Values that the driver refuses are None. The same thread must open, read and close a
-``Gpu``. Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
+``Gpu``.
+Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 """
 
 from __future__ import annotations

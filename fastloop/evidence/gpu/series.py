@@ -78,8 +78,7 @@ ENOUGH_STEPS = 5
 
 
 class EnergyCounter:
-    """Readings of a total in millijoules. The counter is updated periodically, so each reading may be up to one period
-    old."""
+    """Readings of a total in millijoules, which is updated periodically, so each may be one period old."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
@@ -124,8 +123,7 @@ class EnergyCounter:
         return used / 1e3 if used > 0 else None
 
     def error_pct(self) -> float | None:
-        """Error of ``joule`` from the counter's update period alone, in percent: one period relative to the whole
-        window.
+        """Error of ``joule`` from the counter's period alone, in percent: one period over the whole window.
 
         The sensor's own error comes in addition. None unless two steps were observed.
         """

@@ -1,2 +1,1 @@
-"""Properties of the model and the dataset: floating-point operations, captured graphs, hazards, distance of
-gradients."""
+"""Properties of model and dataset: floating-point operations, captured graphs, hazards, distance of gradients."""

@@ -1,5 +1,4 @@
-"""Finds code that may read or change a sampler or a dataset during training: callbacks, the module, or their own
-methods.
+"""Code that may read or change a sampler or dataset during training: callbacks, the module, or their own methods.
 
 A loader that reads ahead draws from its sampler earlier; a persistent worker keeps the dataset as it was at start-up.
 """

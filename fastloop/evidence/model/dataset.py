@@ -108,8 +108,7 @@ def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
 
 
 def _members(item: Any) -> Iterator[tuple[str, Any]]:
-    """Direct members with the step that leads to them. Skips items of mappings other than dict, which may load on
-    access."""
+    """Direct members with the step that leads to them. Only dicts: other mappings may load items on access."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
     elif isinstance(item, (list, tuple, set, frozenset)):
@@ -195,8 +194,7 @@ def _epoch_state(item: Any) -> str | None:
 
 
 def draws_random(*roots: Any) -> tuple[str, ...]:
-    """Names of transforms and functions reachable from the dataset that draw random numbers, according to their
-    code."""
+    """Names of transforms and functions reachable from the dataset whose code draws random numbers."""
     found: dict[str, None] = {}
     for root in roots:
         for _, item in walk(root):

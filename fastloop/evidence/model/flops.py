@@ -5,8 +5,8 @@ operators, so it counts a different step from the one the user runs; this one ru
 shapes and uses torch's public formulas where they are correct.
 
 Recomputation (activation checkpointing, and the scores that a fused attention recomputes in its backward) is counted
-separately, so a model has the same count eager, compiled, checkpointed or with fused attention. Source:
-``facts/measuring.md`` section 3; https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
+separately, so a model has the same count eager, compiled, checkpointed or with fused attention.
+Source: ``facts/measuring.md`` section 3; https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ class FlopCount(TorchDispatchMode):
                 phase[kind] += flops
 
     def _phase(self) -> Counter[str] | None:
-        """The counter for the current operator; None for recomputation. Looks at the stack down to the engine's
-        call."""
+        """The counter for the current operator; None for recomputation. Reads the stack down to the engine's call."""
         if torch._C._current_graph_task_id() == -1:
             return self.forward
         # The caller of __torch_dispatch__; None if an engine thread called it.
@@ -240,8 +239,7 @@ def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, *
 
 
 def _convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> tuple[str, int, int]:
-    """Each gradient costs as much as the forward; torch's formula multiplies the cost of grouped weights by the
-    groups."""
+    """Each gradient costs as much as the forward; torch's formula multiplies grouped ones by the groups."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = rest
     forward = 2 * x.shape[0] * prod((x if transposed else grad).shape[2:]) * prod(weight.shape)
     return "convolution", forward * (bool(output_mask[0]) + bool(output_mask[1])), 0

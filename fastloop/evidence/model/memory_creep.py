@@ -43,8 +43,7 @@ LEAST_MIB = 2.0
 """Smallest growth over all readings for a result."""
 GPU, HOST = "GPU", "host"
 STEADY = 0.4
-"""Lowest allowed ratio of the slowest pace between quarters to the fastest: growth from a start-up or a filling cache
-slows down."""
+"""The slowest pace between quarters must be this share of the fastest: a start-up or a filled cache slows down."""
 PER_STEP = 0.5
 """Tensors per optimizer step of the fit that a container must keep to count as the one that grows."""
 MOST_OBJECTS, MOST_ITEMS = 100_000, 256
@@ -118,8 +117,7 @@ class MemoryLog:
         return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
 
     def find_holder(self, roots: Sequence[object], steps: int) -> Holder | None:
-        """The container that keeps at least one tensor for every second step: those with graphs first, then the
-        largest."""
+        """What keeps a tensor for at least every second step: those with graphs first, then the largest."""
         found: list[tuple[bool, int, type | None, str, str]] = []
         for owner, prefix, name, value in _walk(roots):
             if isinstance(value, torch.Tensor):
@@ -262,16 +260,14 @@ def _count_tensors(value: Any) -> tuple[int, bool]:
 
 
 def _members(item: Any) -> Iterable[object]:
-    """The contents of a container's item: several if it holds one step's results, as in ``{"loss": ..., "logits":
-    ...}``."""
+    """The contents of a container's item: several for a step's results, ``{"loss": ..., "logits": ...}``."""
     if type(item) is dict:
         return item.values()
     return item if type(item) in (list, tuple) and len(item) <= 16 else (item,)
 
 
 def _chain_length(value: torch.Tensor) -> int:
-    """How many times in a row the operation behind a tensor used its own previous result, as in ``total = total +
-    loss``."""
+    """How many times in a row an operation took its own previous result, as in ``total = total + loss``."""
     length, node = 0, value.grad_fn
     while node is not None:
         length += 1

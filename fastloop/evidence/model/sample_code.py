@@ -48,8 +48,7 @@ def _holds_packages(folder: Path) -> bool:
 
 
 def find_changed_state(item: Any) -> str | None:
-    """State that one sample changes and the next may read: ``.count``, or `` (the outer COUNT)``; None if there is
-    none."""
+    """State that one sample changes and the next may read: ``.count``, or `` (the outer COUNT)``; or None."""
     return next(list_changed_state(item), None)
 
 

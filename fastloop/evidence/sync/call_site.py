@@ -21,7 +21,7 @@ _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
-"""The modules that search for synchronizations; their frames lie between the user's line and the call it made."""
+"""The modules that hunt synchronizations; their frames lie between the user's line and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules that run compiled code."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
@@ -35,8 +35,7 @@ class Cause:
     kind: str
     """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback, transfer."""
     name: str | None = None
-    """Name of the metric; or of the callback, with the frequency its user chose:
-    ``ModelCheckpoint(every_n_train_steps=50)``."""
+    """Of the metric; or of the callback, with its frequency: ``ModelCheckpoint(every_n_train_steps=50)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,7 @@ class Site:
     text: str = ""
     """The source: the exact expression from Python 3.11 on, else the line."""
     inside: str | None = None
-    """The line of the package that the user's line called, if a package made the call, or the name of fastloop's
-    part."""
+    """The package line that the user's line called, if a package made the call, or fastloop's part."""
     through: tuple[str, ...] = ()
     """torch functions between that line and the event, outermost first."""
     cause: Cause | None = None

@@ -1,5 +1,4 @@
-"""The lines of a live CUDA process that make the host wait, from CUDA's own sync debug mode: no times, almost no
-cost."""
+"""The lines of a live CUDA process that make the host wait, by CUDA's sync debug mode: no times, almost no cost."""
 
 from __future__ import annotations
 

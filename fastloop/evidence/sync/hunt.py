@@ -61,8 +61,7 @@ class SyncHunt:
         self._open.close()
 
     def rows(self, steps: int, sites: LogSites) -> tuple[Mapping[str, Any], ...]:
-        """The results for this many steps, in the form of ``Measurement.syncs``: most expensive first, one row per
-        line."""
+        """The results in the form of ``Measurement.syncs``: most expensive first, one row per line."""
         return self.tally.rows(steps, sites.sites)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -99,13 +98,11 @@ class SyncHunt:
         self.tally.add(found, what, took if self.on_cuda else None, name)
 
     def _follows_copy(self, tensor: Any, where: str) -> bool:
-        """`x.cpu().numpy()` waits once: the tensor is already on the host then, which on the CPU cannot be seen from
-        the tensor itself."""
+        """`x.cpu().numpy()` waits once, for the copy; on the CPU the tensor itself does not show that."""
         return self._copied is not None and self._copied[0]() is tensor is not None and self._copied[1] == where
 
     def _warned(self, frame: FrameType) -> None:
-        """CUDA reports a synchronization: inside a call that is being timed, or inside one that torch functions do not
-        show."""
+        """CUDA reports a synchronization: inside a timed call, or in one that torch functions do not show."""
         if getattr(self._here, "inside", False):
             self._here.warned = True
         else:

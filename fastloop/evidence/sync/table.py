@@ -260,8 +260,8 @@ class Tally:
             self._seen[site, what, name] = (count + 1, total)
 
     def rows(self, steps: int, logs: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Most expensive first, one row per line; a synchronization that Lightning makes for a ``self.log`` counts for
-        the line that calls it.
+        """Most expensive first, one row per line; Lightning's synchronizations for ``self.log`` count for the line with
+        the call.
 
         Args:
             steps: number of observed optimizer steps.

@@ -6,8 +6,8 @@ Work launched before the recording began has no such call. Flows, instants, meta
 repeated over its kernels) and `cuda_sync` (a wait shown on a stream) are not work and are dropped while reading, so
 that a file of hundreds of megabytes is never in memory as a whole. `profiler.events()` would avoid the file, but builds
 an object for each event and lacks the streams and calls that the account needs: for 50 steps with 46,600 events it took
-9.2 s and 122 MiB; reading the export back took 1.4 s and 18 MiB. Source:
-https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp
+9.2 s and 122 MiB; reading the export back took 1.4 s and 18 MiB.
+Source: https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp
 """
 
 from __future__ import annotations

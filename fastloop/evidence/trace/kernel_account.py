@@ -27,8 +27,7 @@ from fastloop.records.measurement import FAMILIES
 IDLE = ("data", "launch", "sync", "other")
 LAUNCHING = ("forward", "backward", "optimizer")
 RESTART_US = 200.0
-"""After a wait for the device the host needs a moment to launch work again: up to this long is attributed to the
-wait."""
+"""After a wait for the device the host needs a moment to launch again: up to this long counts as the wait."""
 LATENCY_US = 20.0
 """A launch reaches an idle device within this time; work launched earlier was queued."""
 TOP = 10

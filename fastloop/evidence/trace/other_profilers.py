@@ -18,8 +18,7 @@ _ENVIRONMENT = (
     ("NVTX_INJECTION64_PATH", "a tool that takes NVTX ranges"),
     ("CUDA_INJECTION64_PATH", "a tool injected into CUDA"),
 )
-"""Variables, or their prefixes, that NVIDIA's tools set for the processes they launch. None is documented for this
-purpose."""
+"""Variables, or their prefixes, that NVIDIA's tools set for what they launch. None is documented for this."""
 _LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInjection")
 """Libraries that those tools load into the process."""
 
@@ -45,8 +44,7 @@ def _torch_profiler() -> str | None:
 
 
 def _alive() -> bool:
-    """Whether there is a torch.profiler object. Compares types, because asking an object for its class may run its
-    code."""
+    """Whether there is a torch.profiler object. Compares types, because asking for a class may run its code."""
     return any(issubclass(type(found), torch.profiler.profile) for found in gc.get_objects())
 
 
