@@ -13,7 +13,7 @@ from fastloop.records.trial import Ledger, LedgerEpoch, LedgerStep
 Wrong = tuple[int, str, str]
 """The number of an optimizer step, from 1; the kind of difference; and its description."""
 _NEARLY = 3 / 4
-"""An epoch that draws this share of a dataset and no sample twice cannot do so by chance: no replacement."""
+"""Drawing this share of a dataset and no sample twice is no accident: the epoch samples without replacement."""
 
 
 def ledger_gate(

@@ -21,7 +21,7 @@ Runs = int | Literal["auto"]
 """Runs per arm: a number, or as many as needed, judged at the planned looks."""
 
 ALPHA = 0.05
-"""How often an experiment may report a difference that does not exist, over all its comparisons and looks."""
+"""An experiment may report a nonexistent difference once in twenty, over all its comparisons and looks."""
 
 POWER = 0.8
 """The probability of detecting a difference of the smallest visible size."""

@@ -71,7 +71,7 @@ class Site(Protocol):
 
     @property
     def changed_sizes(self) -> Sequence[Mapping[int, int]]:
-        """For each batch after the first recorded one: changed dimension sizes, old to new."""
+        """For each batch after the first recorded one: changed sizes, from the first batch's to its own."""
 
     @property
     def graph_passes(self) -> list[Callable[[Any], Any]]:

@@ -42,7 +42,7 @@ def _open_statistics() -> None:
 
 
 def find_current_stream(device: torch.device) -> Any:
-    """``torch.cuda.current_stream``, which takes 4 us on an H200's host, longer than the rest of a mark."""
+    """A faster ``torch.cuda.current_stream``, which takes 4 us on an H200's host, more than the rest of a mark."""
     ask = getattr(torch._C, "_cuda_getCurrentStream", None)  # private
     if ask is None or device.index is None:
         return torch.cuda.current_stream(device)

@@ -138,7 +138,7 @@ class Account:
         host_every["host_other"] += (1 - hooks_share) * host
 
     def garbage(self, host: float, lead: float) -> float:
-        """The garbage collector delayed the host while the device had `lead` seconds of work; the time lost."""
+        """Charge a garbage collection while the device had `lead` seconds of work; returns the time it lost."""
         lost = max(0.0, host - max(0.0, lead))
         self._garbage += lost
         self._every["host_other"] += lost
@@ -146,7 +146,7 @@ class Account:
         return lost
 
     def once(self, host: float, lead: float) -> float:
-        """A one-time cost delayed the host likewise; the time the device lost is in neither step nor window."""
+        """Likewise for a one-time cost; the time the device lost belongs to neither step nor window."""
         lost = max(0.0, host - max(0.0, lead))
         self._once_in_step += lost
         return lost

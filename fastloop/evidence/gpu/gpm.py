@@ -12,7 +12,7 @@ from typing import Any
 
 _GB_PER_MIB = 2**20 / 1e9
 _MOST_PCT = 101.0
-"""Rounding may exceed 100 slightly; a glitch of the counters is far above."""
+"""Rounding can exceed 100 slightly; a glitch of the counters is far above."""
 
 METRICS: dict[int, tuple[str, float, float]] = {
     1: ("gr_active_pct", 1.0, _MOST_PCT),

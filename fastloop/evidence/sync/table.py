@@ -260,8 +260,7 @@ class Tally:
             self._seen[site, what, name] = (count + 1, total)
 
     def rows(self, steps: int, logs: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Most expensive first, one row per line; Lightning's synchronizations for ``self.log`` count for the line with
-        the call.
+        """Most expensive first, one row per line; Lightning's synchronizations for ``self.log`` count for its line.
 
         Args:
             steps: number of observed optimizer steps.
