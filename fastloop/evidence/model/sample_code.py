@@ -189,8 +189,8 @@ def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def find_write(function: Any) -> str | None:
-    """What a function writes beyond its local variables, where another thread may read or write: ``.cache``, or `` (the
-    outer CACHE)``; None if nothing."""
+    """What a function writes outside its local variables, where another thread may access it: ``.cache``, or
+    `` (the outer CACHE)``; None if it writes nothing."""
     parsed = _parse(function)
     return _find_stores(function.__code__) if parsed is None else next(_list_writes(function, *parsed), None)
 
