@@ -183,7 +183,7 @@ class InputsChannelsLast:
         self.batches = 0
 
     def __call__(self, batch: Any) -> Any:
-        """Convert the batch's 4-D floating-point tensors to channels-last order; return the same object if it has none."""
+        """Convert the batch's 4-D floating-point tensors to channels-last; return the same object if it has none."""
         found = False
 
         def change(tensor: torch.Tensor) -> torch.Tensor:

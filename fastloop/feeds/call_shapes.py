@@ -101,7 +101,7 @@ class Seen:
 
 
 class Fitting:
-    """Tells which calls fit one graph: their sizes equal those it was made for, or are 2 or more in dynamic dimensions."""
+    """Tells which calls fit one graph: sizes equal those it was made for, or are 2 or more in dynamic dimensions."""
 
     def __init__(self, sizes: Sizes, varying: Mapping[str, Collection[int]]) -> None:
         self._varying = dict(varying)
