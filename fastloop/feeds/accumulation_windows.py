@@ -78,7 +78,7 @@ def _validation_would_move(facts: Facts, batches: int) -> str | None:
 
 
 def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
-    """List the settings that count batches but count optimizer steps in a merged run, and those that do not change."""
+    """List what counted batches before and counts optimizer steps in a merged run, and what does not change."""
     window, interval, limit = facts.accumulate, facts.val_check_interval, facts.limit_train_batches
     notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
     if isinstance(interval, int):

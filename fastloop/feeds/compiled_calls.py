@@ -379,11 +379,11 @@ def _backward_at_once() -> Any:
     """Compile the backward together with the forward, so that the call can still be repeated if this fails."""
     from torch._functorch import config
 
-    if not hasattr(config, "force_non_lazy_backward_lowering"):  # not in every torch
+    if not hasattr(config, "force_non_lazy_backward_lowering"):  # not in every torch version
         return contextlib.nullcontext()
     return config.patch(force_non_lazy_backward_lowering=True)
 
 
 def _first_paragraph(message: str) -> str:
-    """Put it on one line, without the hints after a blank line."""
+    """Return the first paragraph on one line, without the hints after a blank line."""
     return " ".join(message.strip().split("\n\n")[0].split())[:200]

@@ -162,6 +162,6 @@ class StatefulDeviceFeed(DeviceFeed):
         return next((state for index, state in self._states if index == used), None) or self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Pass the state to the loader; the next epoch then counts on from the Trainer's position."""
+        """Pass the state to the loader; the next epoch then continues from the Trainer's position."""
         self.inner.load_state_dict(state)
         self._resumed = True

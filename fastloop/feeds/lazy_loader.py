@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 _GUARDED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""Attributes DataLoader refuses to set after its __init__."""
+"""Attributes that DataLoader refuses to set after its __init__."""
 
 
 def clone(loader: DataLoader[Any], settings: Mapping[str, Any]) -> DataLoader[Any]:

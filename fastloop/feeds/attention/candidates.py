@@ -45,7 +45,7 @@ def switch_models(model: torch.nn.Module) -> list[Any]:
     """Switch these models to ``sdpa`` with their own method; return those that were switched."""
     found: list[Any] = []
     for module in (cast(Any, model.get_submodule(name)) for name in list_switchable(model)):
-        with contextlib.suppress(ValueError):  # this model has no other attention
+        with contextlib.suppress(ValueError):  # this model has only eager attention
             module.set_attn_implementation("sdpa")
             found.append(module)
     return found

@@ -44,7 +44,7 @@ class Deviation:
     mean: float
     largest: float
     bias: tuple[float, ...]
-    """By color channel."""
+    """Mean difference of each color channel."""
     gain: tuple[float, ...]
 
     def find_fault(self, mean_levels: float) -> str | None:

@@ -12,7 +12,7 @@ from fastloop.records.images import ImageStep
 
 @dataclass(frozen=True, kw_only=True)
 class DaliEngine:
-    """Lets DALI load in a loader's place."""
+    """Lets DALI load in place of a loader."""
 
     steps: tuple[ImageStep, ...]
     decode: Where

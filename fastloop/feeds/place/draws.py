@@ -75,7 +75,7 @@ class Draws:
         """The sampler draws from the global streams only when it makes an epoch's first batch."""
         shared = ranks == 1 or (known and any(isinstance(item, DistributedSampler) for item in parts.values()))
         self._seeds_workers = None if loader.persistent_workers else loader.generator
-        """Draws a seed for the workers of each epoch before the sampler draws; persistent workers keep their seeds."""
+        """Generator of each epoch's worker seed, drawn before the sampler's order; persistent workers keep theirs."""
         self._own = {path: item for path, item in parts.items() if shared and _is_source(item)}
         self._streams: dict[str, Any] = {"torch": torch.default_generator} if shared else {}
         if shared and not known:
@@ -165,7 +165,7 @@ def _is_source(item: Any) -> bool:
 
 
 def _draw_seed(generator: torch.Generator) -> torch.Tensor:
-    """Return the state it has after a loader has drawn the seed of an epoch's workers."""
+    """Return the generator's state after a loader has drawn the seed of an epoch's workers."""
     ahead = torch.Generator().set_state(generator.get_state())
     torch.empty((), dtype=torch.int64).random_(generator=ahead)
     return ahead.get_state()

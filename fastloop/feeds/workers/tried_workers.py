@@ -36,7 +36,7 @@ from fastloop.feeds.workers.whereabouts import Whereabouts
 _IN_A_WORKER = "in DataLoader worker process"
 """Text in the errors of the user's dataset that torch raises again."""
 LOOK_S = 5.0
-"""How often the wait for a batch is interrupted to look at the workers."""
+"""Interval at which the wait for a batch is interrupted to check the workers."""
 SAY_S = 60.0
 """After this long without a batch, a warning says where its worker is."""
 LIMIT_S = 300.0
