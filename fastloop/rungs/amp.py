@@ -132,7 +132,7 @@ class Amp:
         return Change(actions=(action,), parity="approximate", evaluation=True, rehearse="modules")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if a matrix product inside the user's training_step had the planned dtype."""
+        """The rung took effect if a matrix product inside the user's training_step had the planned dtype."""
         evidence = seen.evidence.get("amp", {})
         if self.mode == "tf32":
             found = evidence.get("matmul_precision")

@@ -108,7 +108,7 @@ class Attention:
         return Applied(undo=undo.close, probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if an attention was replaced in a graph, or a model was switched."""
+        """The rung took effect if an attention was replaced in a graph, or a model was switched."""
         evidence = seen.evidence.get("attention", {})
         if "replaced" not in evidence:
             return Verdict(took=None, why="no step ran")

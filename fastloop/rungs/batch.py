@@ -141,7 +141,7 @@ class Batch:
             raise NotApplicable(f"the loss is not a mean over samples: {losses}; {word}")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if steps ran in micro-batches other than the loader's batches, or had `global_batch` samples."""
+        """The rung took effect if steps ran in micro-batches unlike the loader's, or had `global_batch` samples."""
         verdict = judge_regrouping(seen.evidence.get("batch", {}))
         if seen.global_batch != self.global_batch:
             return verdict

@@ -125,7 +125,7 @@ class Cache:
         return "shm", wanted["shm"]
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if samples came from the store."""
+        """The rung took effect if samples came from the store."""
         found = seen.evidence.get("cache", {})
         if (batches := found.get("device_batches")) is not None:
             told = f"{found['pictures']:,} pictures, {_gb(found['kept_bytes'])}, on the device"

@@ -119,7 +119,7 @@ class Compile:
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if at least one graph was captured and no module fell back to eager."""
+        """The rung took effect if at least one graph was captured and no module fell back to eager."""
         evidence = seen.evidence.get("compile", {})
         if "graphs" not in evidence:
             return Verdict(took=None, why="no step ran")

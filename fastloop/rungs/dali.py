@@ -135,7 +135,7 @@ class Dali:
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if DALI decoded images; also reports batches that it could not load, and the pixel deviation."""
+        """The rung took effect if DALI decoded images; also reports batches it could not load, and pixel deviations."""
         found = seen.evidence.get("dali", {})
         images, plain = found.get("images"), found.get("plain_batches")
         if images is None:

@@ -49,7 +49,7 @@ class Fused:
         return Change(parity="approximate", actions=(action,), rehearse="optimizers")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if every parameter group is fused and the optimizers have stepped since."""
+        """The rung took effect if every parameter group is fused and the optimizers have stepped since."""
         evidence = seen.evidence.get("fused", {})
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")

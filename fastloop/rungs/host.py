@@ -76,7 +76,7 @@ class Host:
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if steps were replayed, or another part was active; ``step_graph: true`` requires replays."""
+        """The rung took effect if steps were replayed or another part ran; ``step_graph: true`` needs replays."""
         evidence = seen.evidence.get("host", {})
         if not evidence:
             return Verdict(took=None, why="no step ran")

@@ -55,12 +55,12 @@ class Layout:
             evaluation=True,
             wants={"step.channels_last_inputs": True},
             actions=(kernels, state),
-            # DDP lays out its buckets by the kernels' memory order, and may not redo that if the order changes mid-run.
+            # DDP lays out its buckets by the kernels' memory order, and might not redo that if it changes mid-run.
             rehearse=None if facts.is_ddp else "modules",
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if the weights have channels-last strides; also reports the number of converted batches."""
+        """The rung took effect if the weights have channels-last strides; also reports the converted batches."""
         evidence = seen.evidence.get("layout", {})
         right, total = evidence.get("channels_last_convs"), evidence.get("convs")
         batches = evidence.get("converted_batches", 0)

@@ -80,7 +80,7 @@ class Loss:
         return Applied(undo=undo.close, probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if calls with many classes used our loss, or were padded."""
+        """The rung took effect if calls with many classes used our loss, or were padded."""
         evidence = seen.evidence.get("loss", {})
         if "calls" not in evidence:
             return Verdict(took=None, why="no step ran")

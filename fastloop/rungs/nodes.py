@@ -88,7 +88,7 @@ class Nodes:
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if threads made the training's batches."""
+        """The rung took effect if threads made the training's batches."""
         found = seen.evidence.get("nodes", {})
         threads, samples = found.get("threads", 0), found.get("samples", 0)
         if not threads:

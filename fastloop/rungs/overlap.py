@@ -115,7 +115,7 @@ class Overlap:
         return Applied(undo=lambda: None, probe=lambda: {"comm_hook": self.comm_hook, "hook_calls": counted[0]})
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if DDP has the settings, and the hook, if configured, was called."""
+        """The rung took effect if DDP has the settings, and the hook, if configured, was called."""
         evidence = seen.evidence.get("overlap", {})
         if "gradient_as_bucket_view" not in evidence:
             return Verdict(took=None, why="no DDP wrapper was seen")

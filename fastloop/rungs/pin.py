@@ -52,7 +52,7 @@ class Pin:
         return Change(wants={"loader.pin_memory": True})
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if tensors arrived pinned, which a custom batch type without ``pin_memory()`` does not allow."""
+        """The rung took effect if tensors arrived pinned; a custom batch type without ``pin_memory()`` has none."""
         evidence = seen.evidence.get("pin", {})
         if "pinned_tensors" not in evidence:
             return Verdict(took=None, why="no batch was copied to the device")

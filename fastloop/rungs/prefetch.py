@@ -90,7 +90,7 @@ class Prefetch:
         return ()
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if batches were copied on the side stream before the step requested them."""
+        """The rung took effect if batches were copied on the side stream before the step requested them."""
         evidence = seen.evidence.get("prefetch", {})
         ahead, total = evidence.get("ahead_batches", 0), evidence.get("batches", 0)
         as_bytes = f"; {count} came as bytes" if (count := evidence.get("byte_batches")) else ""

@@ -156,7 +156,7 @@ class Workers:
         return why_not is None
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Took effect if live worker processes fed the loader in the timed window."""
+        """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
         if "kept" in found:
             kept = bool(found["kept"])

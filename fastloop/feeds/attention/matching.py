@@ -19,7 +19,7 @@ from fastloop.feeds.attention.constants import Constants, Unknown, read_size, sw
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
 CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")
 NEVER = -1e4
-"""A number at most this large, added to a score or replacing it, makes its weight 0; GPT-2's own code uses this one."""
+"""This number or a lower one, added to a score or replacing it, makes its weight 0; GPT-2's own code uses this one."""
 
 
 class NoMatch(Exception):

@@ -262,7 +262,7 @@ class _Graph:
         self._slice(starts, step.size)
 
     def _draw_start(self, last: Any) -> Any:
-        """Draw uniformly from 0 to `last`."""
+        """Draw an integer uniformly from 0 to `last`."""
         drawn = self._math.floor(self.fn.random.uniform(range=[0.0, 1.0]) * (last + 1))
         return self.fn.cast(drawn, dtype=self.types.INT32)
 
