@@ -39,7 +39,7 @@ def found(path: str) -> Iterator[tuple[str, Any]]:
     for name in installed():
         try:
             yield name, load(name, path)
-        except Exception:  # too old for this torch, or half uninstalled: nobody can train with it
+        except Exception:  # too old for this torch, or half uninstalled: it cannot train
             continue
 
 

@@ -38,7 +38,7 @@ from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
 
 _VALIDATES = ("validate", "sanity_check")
 IN_STEPS = "second_look"
-"""Key in the evidence: times of batches with and without rungs, if a second look was needed."""
+"""Key in the evidence: the comparison of batches with and without rungs, if a second look was needed."""
 
 
 class Applier:

@@ -86,7 +86,8 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
 
 
 def _find_no_sockets() -> str | None:
-    """Where sockets cannot be made, if tensors need them: only sharing by file descriptor, Linux's default, does."""
+    """The temporary directory if its path is too long for sockets; only sharing by file descriptor, Linux's default,
+    needs them."""
     by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
     return machine.no_sockets_in() if by_socket else None
 
