@@ -48,7 +48,7 @@ class Staging:
         return feed
 
     def retire_feeds(self) -> None:
-        """From their next start on, feeds pass batches through unchanged."""
+        """Make the feeds only pass batches through from their next start on."""
         for feed in self.feeds:
             feed.retired = True
             self._seen.update(feed.seen)

@@ -116,7 +116,7 @@ class _Signals(Callback):
     def _on_alarm(self, *_: Any) -> None:
         if self.code != INTERRUPTED:
             raise SystemExit(TERMINATED)
-        # Once Lightning handles Ctrl-C it ignores further ones, and then sets `interrupted`.
+        # Once Lightning handles Ctrl-C it ignores further ones, and then marks the fit as interrupted.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and not self._trainer.interrupted:
             raise KeyboardInterrupt
 

@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 class Drawn:
-    """Batches that one loader has yielded, or will, and that were not taken from this queue yet.
+    """Queue of batches that one loader has yielded, or will yield, and that the ledger has not taken yet.
 
     Args:
         source: how its samples are identified.

@@ -160,7 +160,7 @@ class GradientProbe(Callback):
         if pl_module.automatic_optimization:
             clip = functools.partial(self._clip, trainer, pl_module, pl_module.configure_gradient_clipping)
             self._undo.enter_context(attribute(pl_module, "configure_gradient_clipping", clip))
-        # Ignore the configured numbers of steps and epochs: the probe takes as many as it needs. Schedules exist now.
+        # Ignore the configured numbers of steps and epochs: the probe takes what it needs. Schedules are already made.
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         self._step = trainer.global_step
         self._again(pl_module)

@@ -105,7 +105,7 @@ def iterate_named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def strip_name(name: str) -> str:
-    """A name without the prefix that torch.compile adds."""
+    """A name without the parts that torch.compile inserts."""
     return name.replace("_orig_mod.", "")
 
 

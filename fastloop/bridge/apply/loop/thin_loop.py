@@ -13,8 +13,8 @@ Approximate savings:
 Lightning reads values logged with prog_bar=True off the device at each batch, even without a bar, so the host never
 runs ahead. Here they are read on access; Lightning's own bars access them ten times a second, and at the last batch.
 
-All changes are made on instances, after a check of what they replace; if a version of Lightning differs, it stays as it
-is.
+All changes are made on instances, after a check of what they replace; where a version of Lightning differs, its own
+code stays.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Merge:
 
 
 class _InBatches(int):
-    """A scheduler's frequency in batches, which takes ``windows % frequency`` in batches.
+    """A scheduler's frequency in batches, for which ``windows % frequency`` first converts windows to batches.
 
     Lightning steps a scheduler when ``batches % frequency == 0``, and the last window of an epoch may be short.
     """

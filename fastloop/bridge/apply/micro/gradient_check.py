@@ -39,7 +39,7 @@ class _Sampled(NamedTuple):
     own: list[torch.Tensor]
     others: list[torch.Tensor]
     drew: bool
-    """training_step draws random numbers."""
+    """Whether training_step draws random numbers."""
     logged: list[dict[str, float]]
     """Logged values of each piece, first of `own`, then of `others`."""
 

@@ -21,7 +21,7 @@ from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
 
 MOST_CALLS = 4
-"""Limit per module, above 1 because a discriminator is called on real and on generated samples."""
+"""Limit per module: a discriminator is called on real and on generated samples, with different arguments."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Player:
         module = self.module.get_submodule(call.name)
         with _toggled(module, call.trained), self._groups.of(call.groups):
             with self._context(), torch.set_grad_enabled(call.grad):
-                # A first layer may change its input in place, which leaves that require gradients forbid.
+                # A first layer may change its input in place, which is forbidden for leaves that require gradients.
                 output = module(*map_tensors(args, _take_off_leaf), **map_tensors(kwargs, _take_off_leaf))
             self._finish_one(index, call, module, (args, kwargs), output, played)
 

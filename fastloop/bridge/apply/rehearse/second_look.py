@@ -98,7 +98,7 @@ class SecondLook:
         """A batch is about to be trained on; returns whether the second look is over. May switch rungs."""
         self._last = None if self._took_ms is None else Timed(self._took_ms, self._size)
         step, self._took_ms = self.site.trainer.global_step, None
-        # A module that steps its optimizers itself accumulates nothing across batches.
+        # If a module steps its optimizers itself, every batch boundary counts as one between steps.
         self._is_between_steps = step != self._global_step or not self.site.module.automatic_optimization
         self._global_step = step
         is_over = next(self._batches, self) is self
