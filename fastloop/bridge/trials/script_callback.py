@@ -1,8 +1,9 @@
 """The callback that ``fastloop exec`` and ``ab --script`` put into the Trainers of one command, and into no others.
 
 Lightning gets callbacks from entry points whenever it creates a Trainer; ``commands/execute.py`` declares one on the
-path of that command only. It returns `Injected`, which manages a FastLoop. The first fit that trains gets a FastLoop,
-unless the script has one. All other fits are only counted, and a Trainer that never fits is left alone.
+path of that command only. That entry point returns an `Injected`, which manages a FastLoop. The first fit that trains
+gets a FastLoop, unless the script has one. All other fits are only counted, and a Trainer that never fits is left
+alone.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Later:
     def end(self, step: int) -> None:
         """End the check in progress; one that the training's end cut short is dropped."""
         if self.clock is not None:
-            board = self._read_board()  # before the check's last synchronisation, while the GPU is at work
+            board = self._read_board()  # before the check's last synchronization, while the GPU is at work
             window, self.clock = self.clock.close(), None
             if window is not None and window.steps >= CHECK_STEPS // 2:
                 self._compare(window, step, board)
