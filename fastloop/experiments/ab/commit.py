@@ -139,7 +139,7 @@ class _WorkingTree:
             ) from None
 
     def list_changed(self, commit: str) -> list[str]:
-        """List tracked files that differ from a commit, and new Python files; other new files may be training output."""
+        """List tracked files that differ from a commit, and new Python files; a training may write other new files."""
         tracked = _names(_git(self.top, "diff", "--name-only", "--no-renames", "-z", commit))
         new = _names(_git(self.top, "ls-files", "-z", "--others", "--exclude-standard"))
         return sorted({*tracked, *(name for name in new if name.endswith(".py"))})

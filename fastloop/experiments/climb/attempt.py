@@ -205,7 +205,7 @@ class _Screen:
 
 
 def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
-    """Return why a screen gives no answer, or None: the machine, not the arm, makes one run differ far from the rest."""
+    """Return why a screen is inconclusive, or None. If one run is far off the others, the machine is the cause."""
     ratios = sorted(arm / base for base, arm in pairs)
     if ratios[-1] <= APART * ratios[0] or ratios[0] >= APART or ratios[-1] <= 1 / APART:
         return None

@@ -268,7 +268,7 @@ def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
 
 
 def _combine_small(known: Position) -> Candidate | None:
-    """Combine rungs that are each predicted to gain too little but may gain enough together, which one trial predicts."""
+    """Combine rungs that are predicted to gain too little alone but enough together; one trial predicts them."""
     plain = {rung for rung, card in cards().items() if card.tunes is None or card.tunes.trained != "loader"}
     latest = {row.key: row for row in known.rows if row.key in plain}
     now = [row for row in latest.values() if row.at == known.height and row.ended == "small"]
