@@ -142,9 +142,7 @@ class Recorder:
         before: ClimbFile | None,
     ) -> None:
         self.place, self.arm, self.config, self.new = place, start, start.config(), before is None
-        self._configured, self._sources = _take_fingerprints(
-            start
-        )  # taken now, because the source may be edited meanwhile
+        self._configured, self._sources = _take_fingerprints(start)  # taken now: files may be edited later
         self._before = before or ClimbFile()
         self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
         self.allow = tuple(sorted({*allow, *self._before.allow}))
