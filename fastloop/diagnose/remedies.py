@@ -1,4 +1,4 @@
-"""Remedies for a finding: rungs that are off, apply to the measured run, and whose effect the code lacks.
+"""Remedies for a finding: rungs that are off, apply to the measured run, and do what the code does not do already.
 
 A rung that is on is never proposed. If it is on without an effect, the finding says why.
 """

@@ -218,7 +218,7 @@ class Experiment:
         )
 
     def _trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
-        """Run a training, or load it if it finished earlier. It fails if it began at another step than the others."""
+        """Run a training, or load it if already finished. It fails if it began at a different step from the others."""
         trial = finished(folder, ask.variation)
         if trial is None:
             label = label_of(side.name, folder)

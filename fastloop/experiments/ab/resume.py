@@ -78,8 +78,8 @@ def _cpu(environment: Environment) -> str | None:
 
 
 # The experiment that a directory belongs to is written before its first run, so that runs of another experiment are
-# never mistaken for its own. Another patch, script, recipe or number of runs makes another experiment, whatever the
-# command line says.
+# never mistaken for its own. Another patch, script, recipe or number of runs makes another experiment, no matter what
+# the command line says.
 #
 # For a script, only the files that the command names are checked, not the modules that they import.
 

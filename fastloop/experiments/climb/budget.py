@@ -82,8 +82,8 @@ LEAST_WARMUP = 3
 QUEUES = 10
 """How many times the window must drain the queued batches, see `Measurement.window_too_short`."""
 FILLS = 2
-"""The same in a screen whose queues can be read. Its rate leaves out the batches that lay ready, so the only remaining
-error is the batches that workers are still making, at most half of what the queues hold."""
+"""The same for a screen if its queues can be read. Its rate leaves out the batches that were ready, so the only error
+left is the batches that workers are still making, at most half of the queues' capacity."""
 GRADIENT_STEPS = 10
 """A gradient trial takes as long as this many steps, besides its start: it repeats its step, with slower kernels."""
 

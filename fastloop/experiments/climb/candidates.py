@@ -52,7 +52,7 @@ class Candidate:
     way: Variant = field(default_factory=Variant)
     """The cost that it changes and how it is tried; its settings are in the patches."""
     refused: str | None = None
-    """Why there is no need to try."""
+    """The reason not to try it; None if it should be tried."""
 
     @property
     def whole(self) -> bool:

@@ -52,7 +52,7 @@ class Result:
     device_name: str | None = None
     workers: int = 0
     queued: int = 0
-    """Batches that workers and device feeds hold ready."""
+    """Batches that workers and device feeds keep ready."""
     mfu: float | None = None
     launch_bound: bool | None = None
     waits_ms: float | None = None

@@ -156,9 +156,7 @@ def join_lines(kinds: list[tuple[str, list[str]]], most: int) -> None:
         kind, longest = max(kinds, key=lambda entry: len(entry[1]) if entry[0] else 1.5 * (len(entry[1]) > 1))
         pairs = range(len(longest) - 1) if kind else range(len(longest) - 2, len(longest) - 1)
         first = min(pairs, key=lambda place: len(longest[place]) + len(longest[place + 1]))
-        longest[first : first + 2] = [
-            "   ".join(longest[first : first + 2])
-        ]  # not by semicolons, which reasons contain
+        longest[first : first + 2] = ["   ".join(longest[first : first + 2])]  # reasons contain semicolons
 
 
 def _list_next(then: Sequence[str], later: Sequence[str]) -> list[tuple[str, list[str]]]:
