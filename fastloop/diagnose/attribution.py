@@ -313,7 +313,7 @@ def _find_idle(step: StepParts, room: float, drained: bool | None) -> tuple[floa
     if drained is None and source != "counters":
         return None
     if not drained and source != "counters":
-        return 0.0, source  # a queue of work, and no finer reading
+        return 0.0, source  # work is queued, and there is no finer reading
     if active is None:
         return room, "bound"
     if source == "nvml" and _is_starved(step):

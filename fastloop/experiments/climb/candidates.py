@@ -284,7 +284,7 @@ def _combine_small(known: Position) -> Candidate | None:
 def _is_open(candidate: Candidate, known: Position) -> bool:
     """Whether the candidate was never tried, or may be retried because the stack has grown."""
     if candidate.patches and all(apply_patch(known.stack, patch) == known.stack for patch in candidate.patches):
-        return False  # a ladder has brought it along
+        return False  # already on the stack, from a ladder
     made = [row for row in known.rows if row.key == candidate.key]
     if not made or candidate.way.repeats:
         return True

@@ -33,7 +33,7 @@ def failed(trial: Trial, resume: Path | None = None, *, what: str = "the run fai
     usage = trial.code == 2
     cause = trial.cause or "it was too short to measure a rate"
     last = f"fastloop: {what}: {cause}{_advise(trial, resume)}"
-    own = usage and "fastloop: " in trial.tail  # the child's configuration error, in its own words
+    own = usage and "fastloop: " in trial.tail  # the child's own message about a configuration error
     text = trial.tail if own else f"{trial.tail}\n{last}"
     return Failed(text.lstrip("\n"), exit_code=2 if usage else 1)
 
@@ -102,7 +102,7 @@ def explained(config: Config, where: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         raise Failed(f"fastloop: interrupted{partial()}" if first_rank() else "", exit_code=130) from None
     except SystemExit as error:
-        if error.code != 143:  # the user's own
+        if error.code != 143:  # raised by the user's code
             raise
         raise Failed(f"fastloop: terminated{partial()}" if first_rank() else "", exit_code=143) from None
     except Exception as error:

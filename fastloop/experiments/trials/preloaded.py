@@ -318,7 +318,7 @@ def main() -> None:
     connection, environ = socket.socket(fileno=int(sys.argv[1])), dict(os.environ)
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the working directory, which is not a script's folder
-    bare = {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}  # ours holds the whole path of the command
+    bare = {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}  # ours contains the command's whole sys.path
     said = subprocess.check_output([sys.executable, "-c", "import json, sys; print(json.dumps(sys.path))"], env=bare)
     path: list[str] = json.loads(said)
     for name in (*PRELOADED, *sys.argv[3:]):

@@ -142,7 +142,7 @@ def _held(started: tuple[Process, socket.socket], grace_s: float) -> Iterator[tu
         with contextlib.suppress(OSError):
             hold.send(b".")
         _gone(hold, reaper.LIMIT_S + 1)
-        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group's number is still its own
+        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group id is still valid
         process.wait()
         hold.close()
 

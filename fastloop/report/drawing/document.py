@@ -78,7 +78,7 @@ class Section:
     is_narrow: bool = False
     """May be placed beside other narrow sections on a wide screen."""
     is_folded: bool = False
-    """Opened by a click."""
+    """Collapsed until the reader clicks it."""
 
 
 @dataclass(frozen=True, kw_only=True)

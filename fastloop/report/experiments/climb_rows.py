@@ -108,7 +108,7 @@ def describe_saving(attempt: Attempt) -> str:
 
 
 def compute_median_error_pct(climb: ClimbFile) -> float | None:
-    """The median error of the predictions, in percent of what was saved, sign left out."""
+    """Return the median absolute error of the predictions, in percent of the measured saving."""
     errors = [abs(each.prediction_error_pct) for each in climb.rungs if each.prediction_error_pct is not None]
     return median(errors) if errors else None
 
