@@ -157,9 +157,7 @@ def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], None])
         else:
             file = str(Path(command[1]).absolute())
             main.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
-            exec(
-                compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__
-            )  # not our __future__ imports
+            exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__)  # our __future__
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
