@@ -24,6 +24,7 @@ from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
+from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import Place
 from fastloop.ladder import cards, list_refused, verify
 from fastloop.records import store
@@ -139,6 +140,8 @@ class FastLoop(Callback):
             self._attach(trainer)
         if stage == "fit":
             self._switch_hook("on_train_batch_end", self.config.watch.enabled or self._applier is not None)
+            if trainer.strategy.root_device.type == "cuda":
+                protect_children()  # loader workers; both watching and rungs make CUDA events
             if self.config.watch.enabled:
                 self._start_watch(trainer)
 
