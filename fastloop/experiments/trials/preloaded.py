@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ PRELOADED = ("torch", "lightning.pytorch", "pytorch_lightning")
 OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastloop.bridge.trials.gradient_probe")
 """Also imported for trials of configurations, whose program is ours."""
 PATIENCE_S = 120.0
+THREADS_END_S = 1.0
 """Time limit for the server's imports."""
 FORKED = "forked"
 MOST_DESCRIPTORS = 8
@@ -350,7 +352,7 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         request = Request(**message)
         if request.wait is not None:
             answer = Reply(code=os.waitstatus_to_exitcode(os.waitpid(request.wait, 0)[1]))
-        elif (threads := len([*Path("/proc/self/task").iterdir()])) != 1:
+        elif (threads := _count_threads()) != 1:
             answer = Reply(why=f"the process that forks has {threads} threads")
         else:
             pid = os.fork()
@@ -361,6 +363,14 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         for each in descriptors:
             os.close(each)
         _send(connection, vars(answer))
+
+
+def _count_threads() -> int:
+    """Count this process's threads, once those that are ending have ended: a pool that stops needs a moment."""
+    end_s = time.monotonic() + THREADS_END_S
+    while (count := len([*Path("/proc/self/task").iterdir()])) > 1 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return count
 
 
 def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:

@@ -64,11 +64,20 @@ class StaticStep:
         Raises:
             Exception: whatever the device or the step raises if it cannot be recorded.
         """
+        slots = {each: torch.empty_like(each) for each in self._parameters.values()}
+
+        def run_backward() -> Sequence[torch.Tensor]:
+            """Copy the gradients out of the recordings' memory: the next forward writes its activations there."""
+            made = self._run_backward()
+            owners = [each for each in slots if each.grad is not None]
+            written = [slots[each] for each in owners]
+            torch._foreach_copy_(written, made)
+            self._gradients = list(zip(owners, written, strict=True))
+            return written
+
         with gradients_aside(self._parameters.values()):
             self.made, self._forward = recorder.record(self._run_forward)
-            written, self._backward = recorder.record(self._run_backward)
-            owners = [each for each in self._parameters.values() if each.grad is not None]
-        self._gradients = list(zip(owners, written, strict=True))
+            _, self._backward = recorder.record(run_backward)
         self._loss = None
 
     def replay(self, batch: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
