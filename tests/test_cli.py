@@ -131,6 +131,7 @@ MISTYPED = [
     ("frobnicate", "command 'frobnicate'", f"the commands are {KNOWN}", "run fastloop --help"),
     ("doctr", "command 'doctr'", f"the commands are {KNOWN}", "write doctor"),
     ("rung", "command 'rung'", f"the commands are {KNOWN}", "write rungs"),
+    ("cache rm", "command 'rm'", "the commands are ls, clear", "run fastloop cache --help"),
     ("config shwo", "command 'shwo'", "the commands are show, diff", "write show"),
     ("run", "fastloop run", "CONF is missing", "see fastloop run --help"),
     ("config diff safe", "fastloop config diff", "B is missing", "see fastloop config diff --help"),

@@ -7,6 +7,7 @@ matters most in a line stands in its first 40 columns. There is no colour, so NO
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +67,11 @@ BAR_CELLS = 22
 
 def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
     """A number for people, with its unit; what was not measured is n/a, never 0."""
-    return "n/a" if value is None or not math.isfinite(value) else f"{format(value, form)} {unit}".rstrip()
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    text = format(value, form)
+    text = text if re.search("[1-9]", text) else text.lstrip("-")  # no -0.0
+    return f"{text} {unit}".rstrip()
 
 
 def short(value: float | None, unit: str = "") -> str:
@@ -223,7 +228,7 @@ def describe_window(seen: Measurement) -> str:
         return "steps n/a: nothing watched them"
     first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
     last = first + seen.steps
-    return f"steps {first}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
+    return f"steps {first + 1}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
 
 
 def count_steps(count: int) -> str:
