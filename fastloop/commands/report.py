@@ -12,7 +12,7 @@ from fastloop.records import store
 from fastloop.records.run_files import load_run
 from fastloop.records.store import is_file
 
-EXPERIMENTS = ("comparison.json", "climb.json", "tune.json", "headspace.json")
+EXPERIMENTS = ("comparison.json", "climb.json", "tune.json")
 """What the directory of an experiment holds in place of a measurement."""
 
 
