@@ -349,8 +349,11 @@ def _main() -> int:
 
 
 def _print(text: str, *, aside: bool = True, end: str = "\n") -> None:
-    """To stderr, or flushed to stdout so that a full disk is reported. A reader that left is not an error."""
-    with contextlib.nullcontext() if aside else console.to_stdout():
+    """To stderr as far as it can be written, or flushed to stdout so that a full disk is reported.
+
+    A reader that left is not an error.
+    """
+    with contextlib.suppress(OSError) if aside else console.to_stdout():
         if text:
             print(text, end=end, file=sys.stderr if aside else None, flush=True)
 

@@ -350,6 +350,15 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
     assert child.wait(30) in (0, 1) and said == ""
 
 
+def test_a_log_that_nobody_reads_any_more_changes_no_exit_code(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "fastloop", "rungs", "apm"]
+    ended = subprocess.run(command, cwd=tmp_path, stderr=writing, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    os.close(writing)
+    assert ended.returncode == 2
+
+
 def test_letters_the_terminal_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("recipe: {data: köln…}\n", encoding="utf-8")
     for arguments in (["mine.yaml"], ["mine.yaml", "--json", "-"]):
