@@ -194,7 +194,7 @@ class Session:
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
             "partial": raised is not None,
-            "died_of": describe_death(raised),
+            "died_of": describe_death(raised, trainer),
             "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             "flops": self.work.found,
             "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
@@ -301,9 +301,12 @@ def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
     return [new - old for new, old in zip(now, before, strict=True)]
 
 
-def describe_death(raised: BaseException | None) -> str | None:
-    """What a fit died of, in a line; None where it was stopped from outside, or did not die."""
-    if not isinstance(raised, Exception):
+def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
+    """What a fit died of, in a line; None where it was stopped from outside, or did not die.
+
+    A SIGTERM to the whole group ends the workers first, whose loader then raises in the training.
+    """
+    if not isinstance(raised, Exception) or trainer.received_sigterm:
         return None
     return ": ".join([type(raised).__name__, *str(raised).strip().splitlines()[:1]])
 
