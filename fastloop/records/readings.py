@@ -26,6 +26,8 @@ OFTEN = 0.5
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
 """What taking a batch from a worker costs the training process: 0.2 to 0.5 ms, up to 3 where all CPUs are busy. What
 is made in less gains nothing by being made elsewhere."""
+WORTH_SAVING = 0.05
+"""Share of the step that making batches elsewhere must save."""
 
 Source = Literal["trace", "counters", "nvml", "bound"]
 """Where a figure for idle time comes from; `bound`: only an upper bound."""
@@ -189,6 +191,6 @@ def find_hand_over_ms(seen: Measurement) -> float:
 
 
 def is_worth_handing_over(seen: Measurement) -> bool:
-    """Whether making a batch takes longer than taking it from a worker process would, as far as is known."""
-    made = read_batch_ms(seen)
-    return made is None or made >= find_hand_over_ms(seen)
+    """Whether taking a batch from a worker process saves a share of the step worth having, as far as is known."""
+    made, step_ms = read_batch_ms(seen), read_step_ms(seen) or 0.0
+    return made is None or made - find_hand_over_ms(seen) >= WORTH_SAVING * step_ms / micro_batches(seen)

@@ -132,6 +132,7 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
         ({"step": 1.5, "wait": 0.3}, False),
         ({"step": 1.5, "wait": 0.49}, False),
         ({"step": 1.5, "wait": 0.6}, True),
+        ({"step": 4.0, "wait": 0.6}, False),
         ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 4}, False),
         ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 8}, True),
         ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 1.2}}, True),
@@ -141,7 +142,17 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
         ({"step": 6.0, "wait": 3.6, "crowded": True}, True),
     ],
     ids=[
-        *("fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu", "unknown_on_a_gpu"),
+        *(
+            "fast",
+            "just",
+            "slow",
+            "of_a_long_step",
+            "four_fast",
+            "two_slow",
+            "hidden_on_a_gpu",
+            "fast_on_a_gpu",
+            "unknown_on_a_gpu",
+        ),
         *("busy_cpus", "slow_on_busy_cpus"),
     ],
 )
