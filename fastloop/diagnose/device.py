@@ -1,13 +1,13 @@
 """A GPU that always has work: is it well used, and if not, what takes so long?
 
-One answer at most, for all of them speak of the same milliseconds. On the CPU there is none: its own arithmetic is no
-fault that could be told from these figures.
+One answer at most, for all of them speak of the same milliseconds. On the CPU only the optimizer is looked at: the
+model's arithmetic is no fault that could be told from these figures.
 """
 
 from __future__ import annotations
 
 from fastloop.diagnose.attribution import Attribution
-from fastloop.diagnose.finding import NO_GAIN_PCT, bound_gain_pct, format_factor, weigh
+from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, bound_gain_pct, format_factor, weigh
 from fastloop.diagnose.gpu_use import (
     ASK_A_TRACE,
     FUSED_ATTENTION,
@@ -19,7 +19,16 @@ from fastloop.diagnose.gpu_use import (
 from fastloop.diagnose.remedies import Remedy, Rungs
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
-from fastloop.records.readings import compute_gain_pct, precision, read_family_shares, read_gpu, to_number
+from fastloop.records.readings import (
+    CPU_WORTH_PCT,
+    OPTIMIZER,
+    compute_gain_pct,
+    precision,
+    read_family_shares,
+    read_fusing_ms,
+    read_gpu,
+    to_number,
+)
 
 
 def find_fp32_math(step: Attribution, rungs: Rungs) -> Finding | None:
@@ -61,8 +70,13 @@ def find_memory_bound(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
-    """The GPU at work: well used, or slow for a reason among its kernels, or for one that only a trace shows."""
+    """The GPU at work: well used, or slow for a reason among its kernels, or for one that only a trace shows.
+
+    On the CPU an optimizer that updates one parameter after the other.
+    """
     seen, spent = step.measured, step.device_ms
+    if not step.on_gpu:
+        return _find_slow_optimizer(step, rungs)
     well_used = step.gpu_use == "well_used"
     if spent is None or step.gpu_use not in ("well_used", "slow") or (well_used and not step.is_limit):
         return None
@@ -82,6 +96,30 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     title = f"BUSY, NOT FAST: {culprit.cause.replace('_', ' ').upper()}"
     remedy = rungs.choose(seen, culprit.cause, culprit.instead)
     return cost.explain(f"{facts}; {culprit.says}", remedy, title=title)
+
+
+def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
+    """One whose fused form would save much of the step, or a Python loop of the user's own."""
+    own, saved_ms = step.measured.evidence.get(OPTIMIZER, {}).get("own", []), read_fusing_ms(step.measured)
+    saves = step.to_pct(saved_ms) >= CPU_WORTH_PCT
+    if not saves and not own:
+        return None
+    most = bound_gain_pct(step.to_pct(saved_ms)) if saves else None
+    spent = step.parts_ms.get("optimizer")
+    cost = weigh(step, "compute_bound", spent, worth_pct=CPU_WORTH_PCT, least_ms=ORDINARY_MS, most_pct=most)
+    if cost is None:
+        return None
+    if saves:
+        facts = f"the optimizer takes {cost.time}, its fused form would save about {saved_ms:.1f} ms of them"
+        remedy = rungs.choose(step.measured, "optimizer", "make yours with fused=True")
+    else:
+        facts = f"{' and '.join(own)}, no optimizer of torch's, takes {cost.time}"
+        remedy = Remedy(
+            None,
+            "no rung helps with this: where one of torch's does the same, made with fused=True it updates all"
+            " parameters in one call",
+        )
+    return cost.explain(facts, remedy, title="BUSY, NOT FAST: OPTIMIZER")
 
 
 def _join_words(*words: str | None) -> str:

@@ -21,6 +21,8 @@ the one whose data comes last."""
 CPU_WORTH_PCT = 10.0
 """Share of the step from which on host work is named on the CPU, where few steps measure it and it competes with the
 training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
+OPTIMIZER = "optimizer"
+"""Among the evidence: which optimizers are not torch's own, and what fusing the others would save."""
 OFTEN = 0.5
 """Synchronisations a step from which on a line counts as a cost of each step."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
@@ -152,6 +154,11 @@ def loader(seen: Measurement) -> Mapping[str, Any]:
 def already(seen: Measurement, what: str) -> bool:
     """Whether the user's own script does this: ``compiled``, ``channels_last``, ``fused``."""
     return bool((seen.evidence.get("model") or {}).get(what))
+
+
+def read_fusing_ms(seen: Measurement) -> float:
+    """Milliseconds a step that fusing the optimizers would save on the CPU; 0 where that was not measured."""
+    return to_number((seen.evidence.get(OPTIMIZER) or {}).get("fusing_saves_ms")) or 0.0
 
 
 def compiles(seen: Measurement) -> bool:

@@ -12,6 +12,7 @@ from tests.diagnose.scenes import (
     findings,
     gpt2_naive,
     gpt2_tuned,
+    on_cpu,
     resnet50_naive,
     resnet50_resident,
     scene,
@@ -314,3 +315,32 @@ def test_slow_kernels_beside_idle_time_are_named_by_their_family() -> None:
     assert shares(traced) == {"compute_bound": 68.9, "sync": 31.1}
     assert findings(traced)[0].title == "BUSY, NOT FAST: ELEMENTWISE"
     assert "the GPU is at work for 124.0 of 180.0 ms" in findings(traced)[0].why
+
+
+@pytest.mark.parametrize(
+    ("optimizer_ms", "found", "enabled", "patch", "says"),
+    [
+        (
+            16.0,
+            {"own": [], "fusing_saves_ms": 10.0},
+            (),
+            {"rungs": {"fused": {"enabled": True}}},
+            "the optimizer takes 16.0 of 40.0 ms a step, its fused form would save about 10.0 ms of them",
+        ),
+        (16.0, {"own": [], "fusing_saves_ms": 10.0}, ("fused",), None, "make yours with fused=True"),
+        (16.0, {"own": ["Lion"], "fusing_saves_ms": 0.0}, (), None, "Lion, no optimizer of torch's, takes 16.0 of"),
+        (3.0, {"own": ["Lion"], "fusing_saves_ms": 0.0}, (), None, None),
+        (16.0, {"own": [], "fusing_saves_ms": 3.0}, (), None, None),
+        (16.0, {}, (), None, None),
+    ],
+    ids=["slow", "fused all the same", "own", "own and quick", "little to save", "not measured"],
+)
+def test_a_slow_optimizer_on_the_cpu(
+    optimizer_ms: float, found: Any, enabled: tuple[str, ...], patch: Any, says: str | None
+) -> None:
+    seen = on_cpu(optimizer=optimizer_ms, forward=8.0, backward=14.0, evidence={"optimizer": found})
+    first, *_ = findings(seen, enabled)
+    assert (first.title == "BUSY, NOT FAST: OPTIMIZER") is (says is not None)
+    if says is not None:
+        assert first.share_pct == pytest.approx(40) and first.patch == patch and says in first.why
+        assert first.ceiling_gain_pct == pytest.approx(100 / 3 if found["fusing_saves_ms"] else 200 / 3)

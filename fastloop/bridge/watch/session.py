@@ -26,8 +26,10 @@ from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.evidence.model.memory_creep import MemoryLog
+from fastloop.evidence.model.optimizer_cost import describe_optimizers
 from fastloop.feeds.batch_tree import count_samples, samples, tensors
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
+from fastloop.records.readings import CPU_WORTH_PCT, OPTIMIZER
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
@@ -205,6 +207,10 @@ class Session:
         evidence = {**evidence, **self._describe_costs(evidence)}
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
+        share = (seen.parts_ms.get("optimizer") or 0.0) / (seen.step_ms.get("mean") or math.inf)
+        if raised is None and seen.device == "cpu" and 100 * share >= CPU_WORTH_PCT:
+            found = {OPTIMIZER: describe_optimizers(trainer.optimizers)}
+            seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
         if (crowded := self._describe_crowd()) is not None:
             seen = dataclasses.replace(
                 seen, state=(*seen.state, crowded), evidence={**seen.evidence, "cpu": {"crowded": True}}

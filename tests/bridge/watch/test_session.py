@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop import FastLoop
+from fastloop.bridge.watch import session
 from fastloop.bridge.watch.session import (
     REPLACED,
     SYNCS,
@@ -417,6 +418,16 @@ def test_a_fit_that_raises_is_measured_as_far_as_it_went(
     assert [finding.title for finding in loop.findings].count("DIED") == partial
     assert loop.measurement.steps == steps and loop.measurement.samples_per_s
     assert made.profiler is before and vars(made._logger_connector).keys().isdisjoint({"update_train_step_metrics"})
+
+
+def test_where_the_cpu_is_busy_with_the_optimizer_its_fused_form_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for worth, known in ((0.0, True), (101.0, False)):
+        monkeypatch.setattr(session, "CPU_WORTH_PCT", worth)
+        loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+        trainer(max_epochs=2, callbacks=[loop]).fit(Regression(), loader())
+        assert loop.measurement is not None
+        found = loop.measurement.evidence.get("optimizer", {})
+        assert found.keys() == ({"own", "fusing_saves_ms"} if known else set())
 
 
 class Replaces(L.Callback):
