@@ -6,6 +6,8 @@ model's arithmetic is no fault that could be told from these figures.
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastloop.diagnose.attribution import Attribution
 from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, bound_gain_pct, format_factor, weigh
 from fastloop.diagnose.gpu_use import (
@@ -96,6 +98,24 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     title = f"BUSY, NOT FAST: {culprit.cause.replace('_', ' ').upper()}"
     remedy = rungs.choose(seen, culprit.cause, culprit.instead)
     return cost.explain(f"{facts}; {culprit.says}", remedy, title=title)
+
+
+def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
+    """Tokens that an attention mask hides, and the device computes all the same. On a GPU others own the time."""
+    every, real = to_number(step.measured.tokens_per_s), to_number(step.measured.unpadded_tokens_per_s)
+    spent = step.device_ms if step.on_gpu else step.sum_ms("forward", "backward")
+    if not every or real is None or spent is None:
+        return None
+    padded = max(0.0, 1 - real / every)
+    if (cost := weigh(step, "padding", padded * spent, worth_pct=CPU_WORTH_PCT)) is None:
+        return None
+    facts = f"{100 * padded:.0f} % of the tokens are padding, on which about {cost.time} are spent"
+    advice = (
+        "no rung helps with this: pad each batch only to its longest sample (in the collate function), and batch"
+        " samples of like length"
+    )
+    found = cost.explain(facts, Remedy(None, advice), title="BUSY WITH PADDING")
+    return dataclasses.replace(found, share_pct=None, ceiling_gain_pct=None) if step.on_gpu else found
 
 
 def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
