@@ -102,7 +102,7 @@ class Session:
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
             read_board=self._read_board,
             one_time=self.one_time,
-            name_holder=lambda: self._name_holder(trainer),
+            foresee_end=lambda: self.memory.foresee_end(settings.warmup_steps, list_owners(trainer)),
         )
         self.memory, self._epochs = MemoryLog(self.device), 0
         self._ranks: Ranks | None = None
@@ -285,13 +285,9 @@ class Session:
         why = self._ranks.why if self._ranks.rank == 0 else None
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
 
-    def _name_holder(self, trainer: Any) -> str:
-        holder = self.memory.find_holder(list_owners(trainer), self._passed_steps)
-        return "" if holder is None else f": {holder.name} keeps {holder.tensors} tensors ({holder.where or 'n/a'})"
-
     def _read_board(self) -> Mapping[str, Any]:
         """What memory is taken, and a few calls of NVML where there is a GPU."""
-        memory = self.memory.read_now()
+        memory = {"memory_bytes": self.memory.read_now()}
         with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
             clock = gpu.numbers().get("sm_clock_mhz")
             return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.neighbours().pids}
