@@ -42,8 +42,8 @@ FEWEST = 16
 LEAST_MIB = 2.0
 """Growth over all readings below which nothing is said."""
 FORESEE_AFTER_S, OUT_WITHIN_S = 30 * 60.0, 24 * 3600.0
-"""While a fit goes on, a warning comes after so long at the earliest, for a cache may fill at first, and only where memory
-ends within a day."""
+"""While a fit goes on, a warning comes after so long at the earliest, for a cache may fill at first, and only where
+memory ends within a day."""
 GPU, HOST = "GPU", "host"
 STEADY = 0.4
 """The slowest of the paces between quarters, as a share of the fastest: a start-up or a filled cache slows down."""
