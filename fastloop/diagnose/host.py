@@ -178,13 +178,14 @@ def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
             aside,
             f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
             f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it are work without gradients",
-            "a profiler shows which lines; log and compute metrics only every N steps, prepare data in the dataset, and"
-            " run a frozen part once, to train on what it gave",
+            "a profiler shows which lines; log and compute metrics only every N steps, prepare data in the dataset;"
+            " what a frozen part makes of the same samples can be kept",
         ),
     ]
     costs.sort(key=lambda each: -each[0])
     facts = "; ".join(words for ms, words, _ in costs if ms >= WORTH_SAYING * (off + loop + aside))
-    return cost.explain(facts, Remedy(None, f"no rung helps with this: {costs[0][2]}"))
+    title = "WORK WITHOUT GRADIENTS" if costs[0][0] == aside else ""
+    return cost.explain(facts, Remedy(None, f"no rung helps with this: {costs[0][2]}"), title=title)
 
 
 def _find_aside(step: Attribution) -> float:

@@ -289,6 +289,7 @@ def test_garbage_collection_is_named_as_what_it_is(
     (finding,) = findings(on_cpu(host_other=loop, **collected(garbage)))
     assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(100 * loop / 40)
     assert says in finding.why and (not_says is None or not_says not in finding.why)
+    assert finding.title == "HELD UP BY THE HOST"
     assert ("gc.freeze()" in finding.why) is (garbage > loop - garbage) and finding.patch is None
 
 
@@ -331,6 +332,7 @@ def test_work_without_gradients_in_a_training_step(
     assert finding.share_pct == (None if share is None else pytest.approx(share))
     if share is not None:
         aside = forward - backward - blocked
+        assert finding.title == "WORK WITHOUT GRADIENTS"
         assert finding.bottleneck == "host_other" and f"about {aside:.1f} ms of it are work without" in finding.why
         assert "training_step takes 30.0 of 40.0 ms a step, its backward only 5.0" in finding.why
 
