@@ -63,15 +63,15 @@ def only(
             {**MAP, "num_workers": 6},
             (),
             None,
-            "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper, or"
-            " have more workers if these wait for a disk or a network",
+            "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
+            " or have more workers if these wait for a disk or a network",
         ),
         (
             {**MAP, "num_workers": 6},
             ("workers",),
             None,
-            "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper, or"
-            " have more workers if these wait for a disk or a network",
+            "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
+            " or have more workers if these wait for a disk or a network",
         ),
         (
             {**MAP, "num_workers": 2},
@@ -89,8 +89,8 @@ def only(
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,
-            "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper, or"
-            " have more workers if these wait for a disk or a network",
+            "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper,"
+            " or have more workers if these wait for a disk or a network",
         ),
         (None, (), None, "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],
