@@ -1,13 +1,15 @@
 """Findings about a GPU that always has work: whether it is well used, and if not, what takes so long.
 
-At most one of them applies, because they concern the same milliseconds. On the CPU none does: these figures cannot show
-whether its arithmetic is slow.
+At most one of them applies, because they concern the same milliseconds. On the CPU only the optimizer and padding are
+looked at: these figures cannot show whether the model's arithmetic is slow.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastloop.diagnose.attribution import Attribution
-from fastloop.diagnose.finding import NO_GAIN_PCT, bound_gain_pct, format_factor, weigh
+from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, bound_gain_pct, format_factor, weigh
 from fastloop.diagnose.gpu_use import (
     ASK_A_TRACE,
     FUSED_ATTENTION,
@@ -19,7 +21,19 @@ from fastloop.diagnose.gpu_use import (
 from fastloop.diagnose.remedies import Remedy, Rungs
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
-from fastloop.records.readings import compute_gain_pct, precision, read_family_shares, read_gpu, to_number
+from fastloop.records.readings import (
+    CPU_WORTH_PCT,
+    OPTIMIZER,
+    compute_gain_pct,
+    precision,
+    read_family_shares,
+    read_fusing_ms,
+    read_gpu,
+    to_number,
+)
+
+MOST = 0.8
+"""Of an optimizer's time: from here on no milliseconds are given, for copies are not quite like its parameters."""
 
 
 def find_fp32_math(step: Attribution, rungs: Rungs) -> Finding | None:
@@ -61,8 +75,13 @@ def find_memory_bound(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Find a working GPU: well used, or slow because of certain kernels, or for a reason that only a trace shows."""
+    """Find a working GPU: well used, or slow because of certain kernels, or for a reason that only a trace shows.
+
+    On the CPU, find a slow optimizer.
+    """
     seen, spent = step.measured, step.device_ms
+    if not step.on_gpu:
+        return _find_slow_optimizer(step, rungs)
     well_used = step.gpu_use == "well_used"
     if spent is None or step.gpu_use not in ("well_used", "slow") or (well_used and not step.is_limit):
         return None
@@ -82,6 +101,49 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     title = f"BUSY, NOT FAST: {culprit.cause.replace('_', ' ').upper()}"
     remedy = rungs.choose(seen, culprit.cause, culprit.instead)
     return cost.explain(f"{facts}; {culprit.says}", remedy, title=title)
+
+
+def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
+    """Tokens that an attention mask hides, and the device computes all the same. On a GPU others own the time."""
+    every, real = to_number(step.measured.tokens_per_s), to_number(step.measured.unpadded_tokens_per_s)
+    spent = step.device_ms if step.on_gpu else step.sum_ms("forward", "backward")
+    if not every or real is None or spent is None:
+        return None
+    padded = max(0.0, 1 - real / every)
+    if (cost := weigh(step, "padding", padded * spent, worth_pct=CPU_WORTH_PCT)) is None:
+        return None
+    facts = f"{100 * padded:.0f} % of the tokens are padding, on which about {cost.time} are spent"
+    advice = (
+        "no rung helps with this: pad each batch only to its longest sample (in the collate function), and batch"
+        " samples of like length"
+    )
+    found = cost.explain(facts, Remedy(None, advice), title="BUSY WITH PADDING")
+    return dataclasses.replace(found, share_pct=None, ceiling_gain_pct=None) if step.on_gpu else found
+
+
+def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
+    """One whose fused form would save much of the step, or a Python loop of the user's own."""
+    spent = step.parts_ms.get("optimizer", 0.0)
+    own, saved_ms = step.measured.evidence.get(OPTIMIZER, {}).get("own", []), min(spent, read_fusing_ms(step.measured))
+    saves = step.to_pct(saved_ms) >= CPU_WORTH_PCT
+    if not saves and not own:
+        return None
+    most = bound_gain_pct(step.to_pct(saved_ms)) if saves else None
+    cost = weigh(step, "compute_bound", spent, worth_pct=CPU_WORTH_PCT, least_ms=ORDINARY_MS, most_pct=most)
+    if cost is None:
+        return None
+    if saves:
+        much = "most of it" if saved_ms >= MOST * spent else f"about {saved_ms:.1f} ms of it"
+        facts = f"the optimizer takes {cost.time}, and its fused form would save {much}"
+        remedy = rungs.choose(step.measured, "optimizer", "make yours with fused=True")
+    else:
+        facts = f"{' and '.join(own)}, no optimizer of torch's, takes {cost.time}"
+        remedy = Remedy(
+            None,
+            "no rung helps with this: where one of torch's does the same, made with fused=True it updates all"
+            " parameters in one call",
+        )
+    return cost.explain(facts, remedy, title="BUSY, NOT FAST: OPTIMIZER")
 
 
 def _join_words(*words: str | None) -> str:

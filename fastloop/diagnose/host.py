@@ -14,6 +14,8 @@ TINY_PCT = 15.0
 """Smallest share of a tiny CPU step for naming the loop's overhead: 0.3 ms of a 2 ms step."""
 TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
+ASIDE = 2 / 3
+"""Of a forward: work without gradients that is clearly more than layers without weights or a cheap backward."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
 COLLECT_LESS = (
@@ -115,7 +117,7 @@ def find_callbacks_logging(step: Attribution, _rungs: Rungs) -> Finding | None:
     cost = weigh(step, "callbacks_logging", spent, worth_pct=worth, least_ms=ORDINARY_MS)
     if cost is None:
         return None
-    hooks = {name: to_number(ms) or 0.0 for name, ms in step.measured.hooks_ms.items()}
+    hooks = {name: min(to_number(ms) or 0.0, spent or 0.0) for name, ms in step.measured.hooks_ms.items()}
     slow = sorted(((ms, name) for name, ms in hooks.items()), reverse=True)[:3]
     culprits = ", ".join(f"{name} {ms:.2f} ms" for ms, name in slow if ms)
     slowest = f" (slowest: {culprits})" if culprits else ""
@@ -148,16 +150,18 @@ def _is_mostly(hooks: dict[str, float], names: tuple[str, ...]) -> bool:
 def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
     """Find a host that slept, read or waited inside the step, garbage collection, or loop overhead between hooks."""
     garbage, loop = step.garbage_ms, max(0.0, step.parts_ms.get("host_other", 0.0) - step.compile_ms)
-    off = (step.inside.blocked if step.inside else None) or 0.0
+    off, aside = (step.inside.blocked if step.inside else None) or 0.0, 0.0
     if step.measured.world_size > 1:
         loop = garbage  # the rest is Lightning's check of all ranks after every batch: a wait for the slowest
     if not step.on_gpu:
         loop = loop if step.step_ms >= TINY_STEP_MS else garbage  # the rest of a tiny step is loop overhead
-        off, loop = (ms if 100 * ms >= CPU_WORTH_PCT * step.step_ms else 0.0 for ms in (off, loop))
-    if (cost := weigh(step, "host_other", off + loop)) is None:
+        off, loop, aside = (
+            ms if 100 * ms >= CPU_WORTH_PCT * step.step_ms else 0.0 for ms in (off, loop, _find_aside(step))
+        )
+    if (cost := weigh(step, "host_other", off + loop + aside)) is None:
         return None
     garbage = min(garbage, loop)
-    costs = (
+    costs = [
         (
             off,
             f"in forward, backward and optimizer the host was off the CPU for {step.format_ms(off)}, asleep or"
@@ -170,9 +174,27 @@ def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
             f"the loop's own work between its hooks took {step.format_ms(loop - garbage)}",
             "py-spy or a profiler shows what Python does there",
         ),
-    )
-    facts = "; ".join(words for ms, words, _ in costs if ms >= WORTH_SAYING * (off + loop))
-    return cost.explain(facts, Remedy(None, f"no rung helps with this: {max(costs)[2]}"))
+        (
+            aside,
+            f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
+            f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it are work without gradients",
+            "a profiler shows which lines; log and compute metrics only every N steps, prepare data in the dataset;"
+            " what a frozen part makes of the same samples can be kept",
+        ),
+    ]
+    costs.sort(key=lambda each: -each[0])
+    facts = "; ".join(words for ms, words, _ in costs if ms >= WORTH_SAYING * (off + loop + aside))
+    title = "WORK WITHOUT GRADIENTS" if costs[0][0] == aside else ""
+    return cost.explain(facts, Remedy(None, f"no rung helps with this: {costs[0][2]}"), title=title)
+
+
+def _find_aside(step: Attribution) -> float:
+    """What the forward takes beyond the backward, but for sleep, where that is most of it: the backward of some work
+    takes as long as the work, or longer."""
+    forward, backward = step.parts_ms.get("forward", 0.0), step.parts_ms.get("backward", 0.0)
+    asleep = (step.inside.blocked if step.inside else None) or 0.0
+    more = forward - backward - asleep
+    return more if backward and more >= ASIDE * forward else 0.0
 
 
 def _describe_passes(step: Attribution) -> str:

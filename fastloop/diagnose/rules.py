@@ -61,7 +61,7 @@ def findings(
 
 
 def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
-    named = [finding for rule in RULES.values() if (finding := rule(step, rungs)) is not None]
+    named = [finding for rule in (*RULES.values(), device.find_padding) if (finding := rule(step, rungs))]
     each = between_steps.keep_costs_of_each_step(step, named)
     hidden = [finding for finding in named if finding not in each]
     found = _fit_into_the_step(each)

@@ -87,7 +87,10 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
         return f"num_workers={count} and {cpus} CPUs are usable: {how}"
-    return f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper"
+    return (
+        f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper, or have more workers if"
+        " these wait for a disk or a network"
+    )
 
 
 def _count_possible_workers(seen: Measurement) -> int | None:

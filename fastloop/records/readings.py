@@ -21,11 +21,15 @@ for the one that gets its data last."""
 CPU_WORTH_PCT = 10.0
 """Share of the step above which host work is reported on the CPU, where few steps measure it and it competes with the
 training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
+OPTIMIZER = "optimizer"
+"""Among the evidence: which optimizers are not torch's own, and what fusing the others would save."""
 OFTEN = 0.5
 """Synchronizations per step above which a line counts as a cost of each step."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
 """Time the training process needs to take a batch from a worker: 0.2 to 0.5 ms, up to 3 if all CPUs are busy. A batch
 that takes less time to make gains nothing from a worker."""
+WORTH_SAVING = 0.05
+"""Smallest share of the step that workers must save."""
 
 Source = Literal["trace", "counters", "nvml", "bound"]
 """Source of an idle-time figure; `bound`: only an upper bound."""
@@ -152,6 +156,11 @@ def already(seen: Measurement, what: str) -> bool:
     return bool((seen.evidence.get("model") or {}).get(what))
 
 
+def read_fusing_ms(seen: Measurement) -> float:
+    """Milliseconds a step that fusing the optimizers would save on the CPU; 0 where that was not measured."""
+    return to_number((seen.evidence.get(OPTIMIZER) or {}).get("fusing_saves_ms")) or 0.0
+
+
 def compiles(seen: Measurement) -> bool:
     """Whether the user's own model is compiled."""
     names = [str(kernel.get("name")) for kernel in (read_trace(seen) or {}).get("top") or ()]
@@ -189,6 +198,6 @@ def find_hand_over_ms(seen: Measurement) -> float:
 
 
 def is_worth_handing_over(seen: Measurement) -> bool:
-    """Whether making a batch takes longer than taking it from a worker process; True if unknown."""
-    made = read_batch_ms(seen)
-    return made is None or made >= find_hand_over_ms(seen)
+    """Whether taking a batch from a worker process saves a worthwhile share of the step; True if unknown."""
+    made, step_ms = read_batch_ms(seen), read_step_ms(seen) or 0.0
+    return made is None or made - find_hand_over_ms(seen) >= WORTH_SAVING * step_ms / micro_batches(seen)

@@ -63,13 +63,15 @@ def only(
             {**MAP, "num_workers": 6},
             (),
             None,
-            "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
+            "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
+            " or have more workers if these wait for a disk or a network",
         ),
         (
             {**MAP, "num_workers": 6},
             ("workers",),
             None,
-            "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper",
+            "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
+            " or have more workers if these wait for a disk or a network",
         ),
         (
             {**MAP, "num_workers": 2},
@@ -87,7 +89,8 @@ def only(
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,
-            "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper",
+            "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper,"
+            " or have more workers if these wait for a disk or a network",
         ),
         (None, (), None, "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],
@@ -132,6 +135,7 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
         ({"step": 1.5, "wait": 0.3}, False),
         ({"step": 1.5, "wait": 0.49}, False),
         ({"step": 1.5, "wait": 0.6}, True),
+        ({"step": 4.0, "wait": 0.6}, False),
         ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 4}, False),
         ({"step": 4.0, "wait": 1.6, "global_batch": 16, "micro_batch": 8}, True),
         ({"step": 1.5, "wait": 0.3, "device": "cuda", "host_ms": {"data_wait": 1.2}}, True),
@@ -141,7 +145,17 @@ def test_the_price_of_any_fetch_is_not_named(wait: float, name: str) -> None:
         ({"step": 6.0, "wait": 3.6, "crowded": True}, True),
     ],
     ids=[
-        *("fast", "just", "slow", "four_fast", "two_slow", "hidden_on_a_gpu", "fast_on_a_gpu", "unknown_on_a_gpu"),
+        *(
+            "fast",
+            "just",
+            "slow",
+            "of_a_long_step",
+            "four_fast",
+            "two_slow",
+            "hidden_on_a_gpu",
+            "fast_on_a_gpu",
+            "unknown_on_a_gpu",
+        ),
         *("busy_cpus", "slow_on_busy_cpus"),
     ],
 )

@@ -12,6 +12,7 @@ from tests.diagnose.scenes import (
     findings,
     gpt2_naive,
     gpt2_tuned,
+    on_cpu,
     resnet50_naive,
     resnet50_resident,
     scene,
@@ -314,3 +315,63 @@ def test_slow_kernels_beside_idle_time_are_named_by_their_family() -> None:
     assert shares(traced) == {"compute_bound": 68.9, "sync": 31.1}
     assert findings(traced)[0].title == "BUSY, NOT FAST: ELEMENTWISE"
     assert "the GPU is at work for 124.0 of 180.0 ms" in findings(traced)[0].why
+
+
+@pytest.mark.parametrize(
+    ("optimizer_ms", "found", "enabled", "patch", "says"),
+    [
+        (
+            16.0,
+            {"own": [], "fusing_saves_ms": 10.0},
+            (),
+            {"rungs": {"fused": {"enabled": True}}},
+            "the optimizer takes 16.0 of 40.0 ms a step, and its fused form would save about 10.0 ms of it",
+        ),
+        (
+            16.0,
+            {"own": [], "fusing_saves_ms": 20.0},
+            (),
+            {"rungs": {"fused": {"enabled": True}}},
+            "the optimizer takes 16.0 of 40.0 ms a step, and its fused form would save most of it",
+        ),
+        (16.0, {"own": [], "fusing_saves_ms": 10.0}, ("fused",), None, "make yours with fused=True"),
+        (16.0, {"own": ["Lion"], "fusing_saves_ms": 0.0}, (), None, "Lion, no optimizer of torch's, takes 16.0 of"),
+        (3.0, {"own": ["Lion"], "fusing_saves_ms": 0.0}, (), None, None),
+        (16.0, {"own": [], "fusing_saves_ms": 3.0}, (), None, None),
+        (16.0, {}, (), None, None),
+    ],
+    ids=[
+        "slow",
+        "slower than its copies",
+        "fused all the same",
+        "own",
+        "own and quick",
+        "little to save",
+        "not measured",
+    ],
+)
+def test_a_slow_optimizer_on_the_cpu(
+    optimizer_ms: float, found: Any, enabled: tuple[str, ...], patch: Any, says: str | None
+) -> None:
+    seen = on_cpu(optimizer=optimizer_ms, forward=8.0, backward=14.0, evidence={"optimizer": found})
+    first, *_ = findings(seen, enabled)
+    assert (first.title == "BUSY, NOT FAST: OPTIMIZER") is (says is not None)
+    if says is not None:
+        assert first.share_pct == pytest.approx(40) and first.patch == patch and says in first.why
+        assert first.ceiling_gain_pct == pytest.approx(100 / 3 if found["fusing_saves_ms"] == 10.0 else 200 / 3)
+
+
+@pytest.mark.parametrize(("real", "share"), [(400.0, 55.5), (920.0, None), (1000.0, None), (None, None)])
+def test_tokens_that_are_padding(real: float | None, share: float | None) -> None:
+    seen = on_cpu(forward=15.0, backward=22.0, optimizer=1.0, tokens_per_s=1000.0, unpadded_tokens_per_s=real)
+    (finding,) = findings(seen)
+    assert (finding.title == "BUSY WITH PADDING") is (share is not None) and finding.patch is None
+    assert finding.share_pct == (None if share is None else pytest.approx(share))
+    if share is not None:
+        assert "60 % of the tokens are padding, on which about 22.2 of 40.0 ms a step are spent" in finding.why
+
+
+def test_beside_what_owns_the_time_of_a_gpu_padding_has_no_share() -> None:
+    plain = findings(gpt2_naive())
+    *others, last = findings(gpt2_naive(tokens_per_s=1000.0, unpadded_tokens_per_s=400.0))
+    assert others == [*plain] and last.title == "BUSY WITH PADDING" and last.share_pct is None

@@ -289,6 +289,7 @@ def test_garbage_collection_is_named_as_what_it_is(
     (finding,) = findings(on_cpu(host_other=loop, **collected(garbage)))
     assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(100 * loop / 40)
     assert says in finding.why and (not_says is None or not_says not in finding.why)
+    assert finding.title == "HELD UP BY THE HOST"
     assert ("gc.freeze()" in finding.why) is (garbage > loop - garbage) and finding.patch is None
 
 
@@ -311,3 +312,31 @@ def test_in_a_tiny_step_a_pass_is_not_the_loops_price() -> None:
 def test_what_the_evidence_lacks_or_overstates(broken: dict[str, Any]) -> None:
     (finding,) = findings(on_cpu(host_other=10.0, evidence={"garbage_collection": broken}))
     assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(25)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "blocked", "share"),
+    [
+        (30.0, 5.0, 0.0, 62.5),
+        (30.0, 5.0, 4.0, 62.5),
+        (30.0, 11.0, 0.0, None),
+        (5.0, 1.2, 0.0, None),
+        (30.0, 0.0, 0.0, None),
+    ],
+    ids=["logging", "half asleep", "a cheap backward", "little", "no backward"],
+)
+def test_work_without_gradients_in_a_training_step(
+    forward: float, backward: float, blocked: float, share: float | None
+) -> None:
+    (finding, *_) = findings(on_cpu(forward=forward, backward=backward, optimizer=1.0, blocked_ms=blocked))
+    assert finding.share_pct == (None if share is None else pytest.approx(share))
+    if share is not None:
+        aside = forward - backward - blocked
+        assert finding.title == "WORK WITHOUT GRADIENTS"
+        assert finding.bottleneck == "host_other" and f"about {aside:.1f} ms of it are work without" in finding.why
+        assert "training_step takes 30.0 of 40.0 ms a step, its backward only 5.0" in finding.why
+
+
+def test_a_hook_takes_no_longer_than_all_hooks() -> None:
+    (finding,) = findings(on_cpu(callbacks_logging=10.0, hooks_ms={"self.log": 12.0}))
+    assert "(slowest: self.log 10.00 ms)" in finding.why

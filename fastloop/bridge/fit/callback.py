@@ -20,7 +20,7 @@ from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.fail_open import disabled, fail_open, hint
 from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
-from fastloop.bridge.watch.session import Session
+from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
@@ -213,7 +213,9 @@ class FastLoop(Callback):
         if self.measurement is None:
             self._measure(trainer, exception)
         else:
-            self.measurement = dataclasses.replace(self.measurement, partial=True)
+            died_of = describe_death(exception, trainer)
+            self.measurement = dataclasses.replace(self.measurement, partial=True, died_of=died_of)
+            self._diagnose()
         self._conclude(trainer)
 
     @fail_open
@@ -345,6 +347,11 @@ class FastLoop(Callback):
             self.measurement = Measurement(
                 evidence=evidence, device=device, partial=raised is not None, total_steps=None
             )
+        self._diagnose()
+
+    def _diagnose(self) -> None:
+        if self.measurement is None:
+            return
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
             enabled = self.config.ladder.enabled()

@@ -204,7 +204,7 @@ class Later:
         warn: receives the one warning.
         switch: sends the loop's marks to another clock.
         one_time: collects one-time costs, which belong to no step.
-        name_holder: returns text to add to a warning that memory creeps.
+        foresee_end: returns a warning that memory will run out soon, or None; called after each check.
     """
 
     def __init__(
@@ -215,9 +215,9 @@ class Later:
         warn: Callable[[str], None],
         switch: Callable[[Clock], None],
         one_time: OneTime | None = None,
-        name_holder: Callable[[], str] = lambda: "",
+        foresee_end: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.device, self.drift, self._one_time, self._name_holder = device, Drift(), one_time, name_holder
+        self.device, self.drift, self._one_time, self._foresee_end = device, Drift(), one_time, foresee_end
         self._read_board, self._warn, self._switch = read_board, warn, switch
         self.clock: Clock | None = None
         """The clock of the check in progress, if any."""
@@ -243,6 +243,8 @@ class Later:
             window, self.clock = self.clock.close(), None
             if window is not None and window.steps >= CHECK_STEPS // 2:
                 self._compare(window, step, board)
+                if (warning := self._foresee_end()) is not None:
+                    self._warn(warning)
 
     def _compare(self, window: Window, step: int, board: Mapping[str, Any] | None) -> None:
         rare_s = sum(window.parts_s.get(part, 0.0) for part in RARE)
@@ -260,5 +262,3 @@ class Later:
         )
         if (warning := self.drift.add(now(), check)) is not None:
             self._warn(warning)
-        if (warning := self.drift.check_memory(now(), check)) is not None:
-            self._warn(f"{warning}{self._name_holder()}")

@@ -26,8 +26,10 @@ from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.evidence.model.memory_creep import MemoryLog
+from fastloop.evidence.model.optimizer_cost import describe_optimizers
 from fastloop.feeds.batch_tree import count_samples, samples, tensors
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
+from fastloop.records.readings import CPU_WORTH_PCT, OPTIMIZER
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and in which
@@ -100,7 +102,7 @@ class Session:
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
             read_board=self._read_board,
             one_time=self.one_time,
-            name_holder=lambda: self._name_holder(trainer),
+            foresee_end=lambda: self.memory.foresee_end(settings.warmup_steps, list_owners(trainer)),
         )
         self.memory, self._epochs = MemoryLog(self.device), 0
         self._ranks: Ranks | None = None
@@ -196,7 +198,7 @@ class Session:
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
             "partial": raised is not None,
-            "died_of": describe_death(raised),
+            "died_of": describe_death(raised, trainer),
             "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             "flops": self.work.found,
             "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
@@ -207,6 +209,10 @@ class Session:
         evidence = {**evidence, **self._describe_costs(evidence)}
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
+        share = (seen.parts_ms.get("optimizer") or 0.0) / (seen.step_ms.get("mean") or math.inf)
+        if raised is None and seen.device == "cpu" and 100 * share >= CPU_WORTH_PCT:
+            found = {OPTIMIZER: describe_optimizers(trainer.optimizers)}
+            seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
         if (crowded := self._describe_crowd()) is not None:
             seen = dataclasses.replace(
                 seen, state=(*seen.state, crowded), evidence={**seen.evidence, "cpu": {"crowded": True}}
@@ -281,13 +287,9 @@ class Session:
         why = self._ranks.why if self._ranks.rank == 0 else None
         return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
 
-    def _name_holder(self, trainer: Any) -> str:
-        holder = self.memory.find_holder(list_owners(trainer), self._passed_steps)
-        return "" if holder is None else f": {holder.name} keeps {holder.tensors} tensors ({holder.where or 'n/a'})"
-
     def _read_board(self) -> Mapping[str, Any]:
         """Current memory use, and a few NVML readings if there is a GPU."""
-        memory = self.memory.read_now()
+        memory = {"memory_bytes": self.memory.read_now()}
         with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
             clock = gpu.numbers().get("sm_clock_mhz")
             return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.neighbours().pids}
@@ -303,9 +305,12 @@ def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
     return [new - old for new, old in zip(now, before, strict=True)]
 
 
-def describe_death(raised: BaseException | None) -> str | None:
-    """The exception that ended a fit, in one line; None if it was stopped from outside, or did not fail."""
-    if not isinstance(raised, Exception):
+def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
+    """The exception that ended a fit, in one line; None if it was stopped from outside, or did not fail.
+
+    A SIGTERM to the whole process group ends the workers first, and the loader then raises in the training.
+    """
+    if not isinstance(raised, Exception) or trainer.received_sigterm:
         return None
     return ": ".join([type(raised).__name__, *str(raised).strip().splitlines()[:1]])
 

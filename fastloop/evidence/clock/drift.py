@@ -20,9 +20,6 @@ CHECK_STEPS = 50
 SLOWER_PCT = 10.0
 STANDARD_ERRORS = 3.0
 MOST_CHECKS = 400
-STEADY, OUT_WITHIN_S = 0.4, 24 * 3600.0
-"""Memory creeps if it grew at a similar pace (the slower of two as a share of the faster) since the first window and
-since the last check; a warning follows if it would run out within a day."""
 _CLOCK_PCT = 3.0
 _SHARE_OF_SLOWDOWN = 0.25
 
@@ -41,7 +38,6 @@ class StepCheck:
     data_wait_ms: float | None = None
     sm_clock_mhz: float | None = None
     memory_bytes: int | None = None
-    memory_free_bytes: int | None = None
     foreign_processes: Collection[object] | None = None
     """Other processes on the GPU, by ids or names that are stable from check to check."""
 
@@ -56,9 +52,6 @@ class Drift:
         self._slow = self._recheck = False
         self._entries: list[dict[str, Any]] = []
         self._warned_of: dict[str, Any] | None = None
-        self._memory: list[tuple[float, StepCheck]] = []
-        """The first check with a memory reading, and the last two."""
-        self._memory_warned = False
 
     def due(self, now_s: float) -> bool:
         """Whether the next check is due; never before there is a reference."""
@@ -78,27 +71,6 @@ class Drift:
             self._reference, self._began_s = seen, now_s
             return None
         return self._compare(now_s, self._reference, seen)
-
-    def check_memory(self, now_s: float, seen: StepCheck) -> str | None:
-        """The only warning of a fit that memory creeps, at the check that confirms it; else None."""
-        if seen.memory_bytes is None or self._memory_warned:
-            return None
-        self._memory = [*self._memory[:1], *self._memory[1:][-1:], (now_s, seen)]
-        if len(self._memory) < 3 or not seen.memory_free_bytes:
-            return None
-        (began_s, first), (_, before), _ = self._memory
-        paces = [
-            (seen.memory_bytes - (old.memory_bytes or 0)) / max(1, seen.step - old.step) for old in (first, before)
-        ]
-        left_steps = seen.memory_free_bytes / paces[0] if paces[0] > 0 else math.inf
-        left_s = left_steps * (now_s - began_s) / max(1, seen.step - first.step)
-        if min(paces) <= 0 or min(paces) < STEADY * max(paces) or left_s > OUT_WITHIN_S:
-            return None
-        self._memory_warned = True
-        return (
-            f"memory grew by {1000 * paces[0] / 2**20:,.0f} MiB per 1,000 steps since step {first.step}; at this pace"
-            f" it runs out after about {left_steps:,.0f} more steps, in {left_s / 3600:.1f} hours"
-        )
 
     @property
     def entries(self) -> tuple[Mapping[str, Any], ...]:

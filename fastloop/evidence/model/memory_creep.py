@@ -41,6 +41,9 @@ FEWEST = 16
 """Fewest readings for a result."""
 LEAST_MIB = 2.0
 """Smallest growth over all readings for a result."""
+FORESEE_AFTER_S, OUT_WITHIN_S = 30 * 60.0, 24 * 3600.0
+"""While a fit goes on, a warning comes after so long at the earliest, for a cache may fill at first, and only where
+memory ends within a day."""
 GPU, HOST = "GPU", "host"
 STEADY = 0.4
 """The slowest pace between quarters must be this share of the fastest: a start-up or a filled cache slows down."""
@@ -88,6 +91,7 @@ class MemoryLog:
         """Number of items in each container when training started, by id."""
         self._began_s = self._next_s = 0.0
         self._cost_s = math.inf
+        self._warned = False
 
     def begin(self, roots: Sequence[object]) -> None:
         """Training starts: items that containers already hold do not count."""
@@ -104,10 +108,31 @@ class MemoryLog:
         pause_s = TIMES_COST * min(before_s, self._cost_s)
         self._next_s = now_s + max(SHORTEST_S, SHARE * (now_s - self._began_s), pause_s)
 
-    def read_now(self) -> dict[str, int | None]:
-        """Used and still available bytes of the memory that a training fills first, for `StepCheck`."""
-        memory, read = next(iter(self._read.items()))
-        return {"memory_bytes": read(), "memory_free_bytes": self._read_free_bytes(memory)}
+    def read_now(self) -> int:
+        """What is taken now of the memory that a training fills first."""
+        return next(iter(self._read.values()))()
+
+    def foresee_end(self, after_step: int, roots: Sequence[object]) -> str | None:
+        """The one warning of a long fit whose memory will be gone within a day, with who keeps the tensors; else None.
+
+        Args:
+            after_step, roots: as for `find_creep`.
+        """
+        memory, readings = next(iter(self.readings.items()))
+        kept, passed_s = [each for each in readings if each[0] > after_step], time.monotonic() - self._began_s
+        pace, free = find_pace(kept, LEAST_MIB * 2**20), self._read_free_bytes(memory)
+        if self._warned or passed_s < FORESEE_AFTER_S or not pace or not free:
+            return None
+        steps, left_steps = kept[-1][0] - readings[0][0], free / pace
+        left_s = left_steps * passed_s / steps
+        if left_s > OUT_WITHIN_S:
+            return None
+        self._warned, holder = True, self.find_holder(roots, kept[-1][0])
+        keeps = "" if holder is None else f": {holder.name} keeps {holder.tensors} tensors ({holder.where or 'n/a'})"
+        return (
+            f"memory grew by {1000 * pace / 2**20:,.0f} MiB per 1,000 steps since step {kept[0][0]}; at this pace it"
+            f" runs out after about {left_steps:,.0f} more steps, in {left_s / 3600:.1f} hours{keeps}"
+        )
 
     def _read_free_bytes(self, memory: str) -> int | None:
         """Memory still available; on the GPU including the reserve of the caching allocator."""

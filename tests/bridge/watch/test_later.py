@@ -136,12 +136,12 @@ def test_without_a_window_nothing_is_compared() -> None:
     assert later.drift.entries == () and later.clock is None
 
 
-def test_memory_that_creeps_is_warned_of_with_what_keeps_it(fit: Fit) -> None:
-    fit.later._name_holder = lambda: ": Net.kept"
-    taken = 0
-    for _ in range(4):
-        taken += 2**30
-        fit.board = {"memory_bytes": taken, "memory_free_bytes": 9 * 2**30}
+def test_memory_is_looked_at_with_each_check_and_its_warning_is_passed_on(fit: Fit) -> None:
+    said = iter([None, "memory grew", None, None])
+    fit.later._foresee_end = lambda: next(said)
+    for count, taken in enumerate((2**30, 2**31, 2**32)):
+        fit.board = {"memory_bytes": taken}
+        assert len(fit.warnings) == max(0, count - 1)
         fit.look()
-    assert len(fit.warnings) == 1 and fit.warnings[0].startswith("memory grew by ")
-    assert fit.warnings[0].endswith(" hours: Net.kept")
+    assert fit.warnings == ["memory grew"] and next(said) is None
+    assert [entry["memory_mib"] for entry in fit.later.drift.entries] == [1024, 2048, 4096]

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fastloop import FastLoop
+from fastloop.bridge.watch import session
 from fastloop.bridge.watch.session import (
     REPLACED,
     SYNCS,
@@ -378,7 +379,12 @@ def test_a_slow_schedule_is_named() -> None:
     [(ValueError("\nfirst\nsecond"), "ValueError: first"), (ValueError(), "ValueError"), (KeyboardInterrupt(), None)],
 )
 def test_what_a_fit_died_of_is_one_line(raised: BaseException, line: str | None) -> None:
-    assert describe_death(raised) == line
+    assert describe_death(raised, SimpleNamespace(received_sigterm=False)) == line
+
+
+def test_a_fit_that_was_told_to_end_did_not_die_of_its_workers() -> None:
+    raised = RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+    assert describe_death(raised, SimpleNamespace(received_sigterm=True)) is None
 
 
 class Breaks(L.Callback):
@@ -387,8 +393,19 @@ class Breaks(L.Callback):
             raise KeyError("user's own")
 
 
-@pytest.mark.parametrize(("ends", "partial"), [((), False), ((Breaks,), True)], ids=["well", "badly"])
-def test_a_fit_that_raises_is_measured_as_far_as_it_went(ends: tuple[type[L.Callback], ...], partial: bool) -> None:
+class BreaksAfterwards(L.Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        raise KeyError("user's own")
+
+
+@pytest.mark.parametrize(
+    ("ends", "partial", "steps"),
+    [((), False, 13), ((Breaks,), True, 9), ((BreaksAfterwards,), True, 13)],
+    ids=["well", "badly", "badly once it was measured"],
+)
+def test_a_fit_that_raises_is_measured_as_far_as_it_went(
+    ends: tuple[type[L.Callback], ...], partial: bool, steps: int
+) -> None:
     loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
     made = trainer(max_epochs=2, callbacks=[loop, *(kind() for kind in ends)])
     before = made.profiler
@@ -399,8 +416,18 @@ def test_a_fit_that_raises_is_measured_as_far_as_it_went(ends: tuple[type[L.Call
     assert loop.measurement is not None and loop.measurement.partial is partial
     assert loop.measurement.died_of == ('KeyError: "user\'s own"' if partial else None)
     assert [finding.title for finding in loop.findings].count("DIED") == partial
-    assert loop.measurement.steps == (9 if partial else 13) and loop.measurement.samples_per_s
+    assert loop.measurement.steps == steps and loop.measurement.samples_per_s
     assert made.profiler is before and vars(made._logger_connector).keys().isdisjoint({"update_train_step_metrics"})
+
+
+def test_where_the_cpu_is_busy_with_the_optimizer_its_fused_form_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for worth, known in ((0.0, True), (101.0, False)):
+        monkeypatch.setattr(session, "CPU_WORTH_PCT", worth)
+        loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+        trainer(max_epochs=2, callbacks=[loop]).fit(Regression(), loader())
+        assert loop.measurement is not None
+        found = loop.measurement.evidence.get("optimizer", {})
+        assert found.keys() == ({"own", "fusing_saves_ms"} if known else set())
 
 
 class Replaces(L.Callback):

@@ -149,35 +149,3 @@ def test_memory_stays_flat_and_the_warning_is_kept() -> None:
     assert [entry["step_ms"] for entry in drift.entries if entry["why"]] == [121]
     ages = [entry["at_s"] for entry in drift.entries]
     assert ages == sorted(ages) and ages[-1] > 0.98 * EVERY_S * 20_000, "thinned, not cut off"
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def memory_warnings(mib: list[float], free_mib: float = 4_000.0) -> list[str]:
-    """Of checks every hour, 1,000 steps apart, with so much memory in use."""
-    drift = Drift()
-    checks = [
-        StepCheck(step=1000 * i, step_ms=9.0, memory_bytes=int(each * 2**20), memory_free_bytes=int(free_mib * 2**20))
-        for i, each in enumerate(mib)
-    ]
-    warnings = [drift.check_memory(3600.0 * i, check) for i, check in enumerate(checks)]
-    for i, check in enumerate(checks):
-        drift.add(3600.0 * i, check)
-    assert [entry["memory_mib"] for entry in drift.entries] == pytest.approx(mib[1:])
-    return [warning for warning in warnings if warning is not None]
-
-
-def test_memory_that_creeps_for_hours_is_warned_of_once() -> None:
-    (warning,) = memory_warnings([100.0, 500.0, 900.0, 1300.0, 1700.0])
-    assert "grew by 400 MiB per 1,000 steps since step 0" in warning
-    assert "after about 10,000 more steps, in 10.0 hours" in warning
-
-
-@pytest.mark.parametrize(
-    ("mib", "free_mib"),
-    [([100, 500], 4000), ([100, 500, 500, 500], 4000), ([500, 900, 100, 500], 4000), ([100, 500, 900], 40_000)],
-    ids=["seen once", "a cache that is full", "cleared", "it lasts for days"],
-)
-def test_memory_that_lasts_is_not(mib: list[float], free_mib: float) -> None:
-    assert not memory_warnings(mib, free_mib)

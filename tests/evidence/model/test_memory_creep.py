@@ -61,6 +61,41 @@ def test_a_long_fit_is_read_less_and_less_often(monkeypatch: pytest.MonkeyPatch)
     assert 1000 < len(log.readings[memory_creep.HOST]) < 2000, "over an hour"
 
 
+def foresee(monkeypatch: pytest.MonkeyPatch, taken: Callable[[int], float], hours: float, free_gib: float) -> list[str]:
+    """The warnings of a fit of 1,000 steps an hour, asked every quarter of an hour."""
+    now, step = [100.0], [0]
+    monkeypatch.setattr(memory_creep.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_creep.machine, "memory_free_bytes", lambda: int(free_gib * 2**30))
+    log, said = MemoryLog(torch.device("cpu")), list[str | None]()
+    log._read = {memory_creep.HOST: lambda: int(taken(step[0]) * MIB)}
+    for step[0] in range(int(1000 * hours)):
+        log.tick(step[0], lambda: 0)
+        now[0] += 3.6
+        if step[0] % 250 == 249:
+            said.append(log.foresee_end(20, []))
+    return [*filter(None, said)]
+
+
+def test_memory_that_creeps_for_hours_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (warning,) = foresee(monkeypatch, lambda step: 500 + 0.4 * step, 3.0, 4.0)
+    assert "grew by 400 MiB per 1,000 steps since step 21" in warning
+    assert "after about 10,240 more steps, in 10." in warning
+
+
+@pytest.mark.parametrize(
+    ("taken", "hours", "free_gib"),
+    [
+        (lambda step: 0.4 * step, 0.49, 4.0),
+        (lambda step: 0.4 * min(step, 300), 3.0, 4.0),
+        (lambda step: 0.4 * (step % 300), 3.0, 4.0),
+        (lambda step: 0.4 * step, 3.0, 40.0),
+    ],
+    ids=["too early", "a cache that is full", "cleared", "it lasts for days"],
+)
+def test_memory_that_lasts_is_not(monkeypatch: pytest.MonkeyPatch, taken: Any, hours: float, free_gib: float) -> None:
+    assert foresee(monkeypatch, taken, hours, free_gib) == []
+
+
 # -- fits with a leak, and without ------------------------------------------------------------------------------------
 
 
