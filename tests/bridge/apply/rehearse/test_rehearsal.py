@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse import budget, recorded_calls, rehearsal
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.errors import ConfigError
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
@@ -417,6 +418,32 @@ def test_what_cannot_be_played_again_is_left_as_it_is(monkeypatch: pytest.Monkey
         assert took is expected
         if by_ladder:
             assert "net changes its own parameters in forward" in why
+
+
+def test_scripted_modules_take_no_hooks() -> None:
+    """Their calls are not recorded; what the user asked for applies all the same, and the watch goes on."""
+
+    class Scripted(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(8, 1)))
+            self.net.calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    for by_ladder, expected in (((), True), (("amp",), False)):
+        loop, _, _ = fit(config("amp"), Scripted(), by_ladder=by_ladder, steps=8)
+        took, why = read(loop)
+        assert took is expected
+        assert loop.measurement is not None and loop.measurement.total_steps == 8
+        if by_ladder:
+            assert "calls of net cannot be recorded" in why
+
+
+def test_both_halves_of_complex_numbers_are_compared() -> None:
+    plain, other = (Played(outputs=[torch.tensor([3 + 4j, 1j * imaginary])]) for imaginary in (0, 1))
+    assert measure_deviation(plain, other).outputs == pytest.approx(0.2)
 
 
 def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
