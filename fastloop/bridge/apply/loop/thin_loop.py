@@ -29,6 +29,7 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.flat_loop import FlatLoop, HookCalls
 from fastloop.bridge.apply.loop.known_loops import explain_unknown
+from fastloop.bridge.apply.staging import StandsFor
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1
@@ -45,7 +46,7 @@ class ThinLoop:
         self._flat: FlatLoop | None = None
         self._direct_hooks = 0
         self._refused: str | None = None
-        self._skipped: list[tuple[dict[str, Any], str, Any]] = []
+        self._skipped: list[tuple[Any, str, Any]] = []
         self._moves: list[_Moved] = []
         self._connector: Any = getattr(trainer, "_logger_connector", None)
         self._flatten()
@@ -62,7 +63,7 @@ class ThinLoop:
             for result in (result for found in results for result in found.values()):
                 if getattr(result, "is_tensor", False) and "to" not in vars(result):
                     self._moves.append(_Moved(result))
-                    self._set(result.__dict__, "to", self._moves[-1])
+                    self._set(result, "to", self._moves[-1])
 
     def evidence(self) -> dict[str, Any]:
         """Batches that took the short way or why there is none, and moves of logged values that were none."""
@@ -72,9 +73,9 @@ class ThinLoop:
 
     def undo(self) -> None:
         """Lightning does it all again."""
-        for attributes, name, ours in self._skipped:
-            if attributes.get(name) is ours:  # what was set since is somebody else's
-                attributes.pop(name, None)
+        for owner, name, ours in self._skipped:
+            if vars(owner).get(name) is ours:  # what was set since is somebody else's
+                del vars(owner)[name]
         self._skipped = []
         if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
             self._connector._progress_bar_metrics = dict(late)
@@ -113,7 +114,7 @@ class ThinLoop:
             kwargs.update(zip(known[1], (batch, batch_idx), strict=False))
             return kwargs
 
-        self._set(vars(self._loop), "_build_kwargs", build)
+        self._set(self._loop, "_build_kwargs", build)
 
     def _read_numbers_late(self) -> None:
         """What a progress bar shows stays on the device until somebody looks."""
@@ -144,7 +145,7 @@ class ThinLoop:
                     made["pbar"][name] = value if value.numel() == 1 else original(on_step)["pbar"][name]
             return made
 
-        self._set(results.__dict__, "metrics", metrics)
+        self._set(results, "metrics", metrics)
 
     def _refresh_less(self) -> None:
         bar: Any = getattr(self._trainer, "progress_bar_callback", None)
@@ -163,11 +164,11 @@ class ThinLoop:
                 original(trainer, *args)
                 latest_s = time.perf_counter()
 
-        self._set(vars(bar), name, look)
+        self._set(bar, name, look)
 
-    def _set(self, attributes: dict[str, Any], name: str, value: Any) -> None:
-        attributes[name] = value
-        self._skipped.append((attributes, name, value))
+    def _set(self, owner: Any, name: str, call: Any) -> None:
+        ours = vars(owner)[name] = StandsFor(getattr(owner, name), call)
+        self._skipped.append((owner, name, ours))
 
 
 class LateNumbers(dict[str, Any]):
