@@ -8,14 +8,14 @@ GPU.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastloop.evidence.gpu.forks import no_fork
 from fastloop.evidence.gpu.nvml import Gpu, Neighbours, Unreadable
 from fastloop.evidence.gpu.series import EnergyCounter, Timeline
 from fastloop.records.measurement import GPU_READINGS
@@ -223,47 +223,3 @@ def _describe_neighbours(crowd: Neighbours, energy_in_doubt: bool) -> list[str]:
     if energy_in_doubt:
         return ["other processes on this GPU cannot be listed here; the energy is taken to be this run's alone"]
     return []
-
-
-# Prevents a fork while another thread is inside a C library.
-#
-# A forked child (a loader's worker) has only the thread that forked. If another thread was inside NVML at that moment,
-# the library's locks stay locked in the child forever, and a child that calls NVML (torch counts devices that way)
-# hangs. So a fork waits until the current call is over, a few milliseconds, and never longer than ``LIMIT_S``.
-
-LIMIT_S = 1.0
-"""A fork waits no longer than this, even if the library call never returns."""
-
-_gate = threading.Lock()
-_forking = threading.local()
-_registered = False
-
-
-@contextlib.contextmanager
-def no_fork() -> Iterator[None]:
-    """Inside ``with``, no other thread of this process forks. Keep the body short, and do not fork in it."""
-    _register()
-    gate = _gate
-    with gate:
-        yield
-
-
-def _register() -> None:
-    global _registered  # Python keeps such hooks for the life of the process: once is enough
-    if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
-    _registered = True
-
-
-def _before() -> None:
-    _forking.waited_for = _gate if _gate.acquire(timeout=LIMIT_S) else None
-
-
-def _in_parent() -> None:
-    if _forking.waited_for is not None:
-        _forking.waited_for.release()
-
-
-def _in_child() -> None:
-    global _gate  # a thread that may have held the old lock does not exist here
-    _gate = threading.Lock()
