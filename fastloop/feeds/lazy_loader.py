@@ -163,7 +163,11 @@ class LazyLoader(Disguised):
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn = self._draw_seed()
-        return self._batches(self._drawn)
+        return _Batches(self._batches(self._drawn))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles hold the loader itself, without its workers: they have no part in this run."""
+        return copy.copy, (clone(self.inner, {}) if isinstance(self.inner, DataLoader) else self.inner,)
 
     def take_back(self) -> None:
         """Undo the draw of an ``iter`` call that was only a check: Lightning makes one on objects other than a
@@ -203,6 +207,22 @@ class LazyLoader(Disguised):
         except TypeError:
             self.live = None
         return iterator
+
+
+class _Batches(PassesOn):
+    """An epoch's batches. Copies and pickles hold None, as Lightning's hold of a DataLoader's iterator."""
+
+    def __init__(self, inner: Iterator[Any]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.inner)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
 
 
 def _read_seed(drawn: torch.Tensor | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sized
 from typing import Any
 
@@ -63,7 +64,9 @@ class TrainLoaders:
         """Result of an engine's check."""
         self._most_workers: int | None = None
         self._keeps_theirs, self._kept = False, False
-        self._leaves, self._epoch = 0, -1
+        self._leaves = 0
+        self._find_fetcher: Callable[[], Any] = lambda: None
+        """The fetcher that was there when Lightning last began to ask."""
         self._plain_sizes: tuple[int, int] | None = None
         undo("loaders", self._give_back)
 
@@ -199,9 +202,11 @@ class TrainLoaders:
         self._warn(why)
 
     def _count_leaf(self) -> None:
-        """Count a train loader: Lightning passes them one at a time, and all again when an epoch reloads them."""
-        if self.trainer.current_epoch != self._epoch:
-            self._epoch, self._leaves = self.trainer.current_epoch, 0
+        """Count a train loader: Lightning passes them one at a time, and all again when it reloads them."""
+        # Each pass over all loaders ends with a new fetcher. Lightning's Tuner makes several in one epoch.
+        fetcher = getattr(self.trainer.fit_loop, "_data_fetcher", None)
+        if fetcher is not None and fetcher is not self._find_fetcher():
+            self._find_fetcher, self._leaves = weakref.ref(fetcher), 0
             self._before_reload, self._originals = self._originals, {}
             self.staging.retire_feeds()
         self._leaves += 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.watch.profiler_proxy import return_itself
 from fastloop.feeds.batch_tree import InputsChannelsLast, StagedWindow, Window, walk_tensors
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
@@ -157,7 +158,7 @@ class Staging:
 def set_attribute(owner: Any, name: str, value: Any) -> Undo:
     """Set an instance attribute; returns an undo that restores the instance and may be called twice."""
     had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
+    setattr(owner, name, StandsFor(getattr(owner, name), value) if callable(value) else value)
 
     def undo() -> None:
         if had:
@@ -166,3 +167,18 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
             vars(owner).pop(name, None)
 
     return undo
+
+
+class StandsFor(partial[Any]):
+    """A call of ours in the place of a method. Copies and pickles of its owner hold the method itself: they have no
+    part in this run."""
+
+    _method: Any
+
+    def __new__(cls, method: Any, ours: Callable[..., Any]) -> StandsFor:
+        self = super().__new__(cls, ours)
+        self._method = method
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return return_itself, (self._method,)

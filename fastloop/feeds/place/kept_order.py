@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -72,6 +73,9 @@ class KeptOrder(Disguised):
             self._digests.append(_digest(batch, self._digests[-1]))
             if number >= skipped:
                 yield batch
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
 
     def digest(self, batches: int) -> int | None:
         """Return the digest of the indices in the epoch's first `batches`; None if fewer were drawn, which means that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from tests.models import trainer
+from tests.runs import feed_on_cpu
 
 pytestmark = pytest.mark.short
 
@@ -257,6 +259,42 @@ def test_copies_and_pickles_made_during_fit_are_unwatched(config: Any) -> None:
         again = Images()
         trainer(callbacks=[loop]).fit(again, images())
         assert loop.measurement is not None and loop.measurement.total_steps == 4
+
+
+class Hooked(Images):
+    """Its hook runs ahead of time, behind a feed."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class CopiesAll(Callback):
+    """A worker that is spawned for a collate function of the datamodule gets all of this."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            found = (trainer.fit_loop, trainer.strategy, trainer.precision_plugin, pl_module)
+            self.copies += [copy.deepcopy(found), pickle.loads(pickle.dumps(found))]
+
+
+def test_copies_of_the_loop_and_its_loaders_have_no_part_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own can be copied and pickled while batches are loaded."""
+    feed_on_cpu(monkeypatch)
+    copies = CopiesAll()
+    rungs = {"host": {"enabled": True}, "workers": {"enabled": True, "count": 1}, "prefetch": {"enabled": True}}
+    loop = FastLoop({"rungs": rungs}, quiet=True)
+    made = trainer(callbacks=[loop, copies])
+    made.fit(Hooked(), images())
+    assert {step.rung for step in loop.plan.planned} == set(rungs)
+    assert len(copies.copies) == 2
+    for fit_loop, _, precision, module in copies.copies:
+        for part in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization, precision, module):
+            assert not any(isinstance(each, functools.partial) for each in vars(part).values())
+        (loader,) = fit_loop._combined_loader.flattened
+        assert type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
 
 
 @pytest.mark.parametrize("fitted", [False, True], ids=["before fit", "after fit"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -105,6 +107,24 @@ def test_several_loaders(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="with several train loaders, a run resumed .* starts that epoch over"):
         fit(FEED, make(), seed=5, save=tmp_path, module=Both(), max_epochs=1)
     assert place(tmp_path / "step=2.ckpt") is None
+
+
+def test_a_search_for_a_learning_rate_reloads_one_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's Tuner asks for it again in the same epoch, which makes it no second one."""
+    monkeypatch.chdir(tmp_path)  # for the Tuner's checkpoint
+    module = Recorded()
+    module.lr = 0.01
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*several train loaders")
+        fit(
+            FEED,
+            shuffled(),
+            seed=5,
+            save=tmp_path,
+            module=module,
+            callbacks=(LearningRateFinder(num_training_steps=4),),
+        )
+    assert place(tmp_path / "step=2.ckpt")["batches"] == 2
 
 
 def test_another_order_is_told(tmp_path: Path) -> None:

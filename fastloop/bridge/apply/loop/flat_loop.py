@@ -60,7 +60,7 @@ class HookCalls:
         """The profiler's context, or an empty one if the profiler records nothing."""
         return NOTHING if trainer.profiler is self._silent else trainer.profiler.profile(action)
 
-    def bind_to(self, *owners: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def bind_to(self, *owners: Any) -> Iterator[tuple[Any, str, Any]]:
         """Yield what to set on Lightning's objects: copies of their functions that call hooks through this object."""
         theirs = namespaces.load(namespaces.of(owners[0]), "trainer.call")
         for owner in owners:
@@ -71,7 +71,7 @@ class HookCalls:
                     more = function.__defaults__, function.__closure__
                     ours = types.FunctionType(function.__code__, space, name, *more)
                     ours.__kwdefaults__ = function.__kwdefaults__
-                    yield vars(owner), name, types.MethodType(ours, owner)
+                    yield owner, name, types.MethodType(ours, owner)
 
     def _call_lightning_module_hook(self, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         hook = getattr(self._module, hook_name)
@@ -161,15 +161,15 @@ class FlatLoop:
             "_training_step": self._automatic._training_step,
         }
 
-    def functions(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def functions(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what to set on Lightning's objects."""
-        yield vars(self._loop), "advance", self._advance
-        yield vars(self._loop), "on_advance_end", self._end_advance
-        yield vars(self._automatic), "run", self._optimize
+        yield self._loop, "advance", self._advance
+        yield self._loop, "on_advance_end", self._end_advance
+        yield self._automatic, "run", self._optimize
         if not self._has_context:
-            yield vars(self._trainer.precision_plugin), "train_step_context", lambda: NOTHING
+            yield self._trainer.precision_plugin, "train_step_context", lambda: NOTHING
         if self._hides_loss:
-            yield vars(self._automatic), "_training_step", self._training_step
+            yield self._automatic, "_training_step", self._training_step
 
     def _is_plain(self, fetcher: Any) -> bool:
         return (

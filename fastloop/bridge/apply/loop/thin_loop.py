@@ -31,6 +31,7 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.flat_loop import FlatLoop, HookCalls
 from fastloop.bridge.apply.loop.known_loops import explain_unknown
+from fastloop.bridge.apply.staging import StandsFor
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1
@@ -47,7 +48,7 @@ class ThinLoop:
         self._flat: FlatLoop | None = None
         self._direct_hooks = 0
         self._refused: str | None = None
-        self._skipped: list[tuple[dict[str, Any], str, Any]] = []
+        self._skipped: list[tuple[Any, str, Any]] = []
         self._moves: list[_Moved] = []
         self._connector: Any = getattr(trainer, "_logger_connector", None)
         self._flatten()
@@ -64,7 +65,7 @@ class ThinLoop:
             for result in (result for found in results for result in found.values()):
                 if getattr(result, "is_tensor", False) and "to" not in vars(result):
                     self._moves.append(_Moved(result))
-                    self._set(result.__dict__, "to", self._moves[-1])
+                    self._set(result, "to", self._moves[-1])
 
     def evidence(self) -> dict[str, Any]:
         """Counts of batches in the flat loop, or why it is not used, and of skipped moves of logged values."""
@@ -74,9 +75,9 @@ class ThinLoop:
 
     def undo(self) -> None:
         """Restore Lightning's own behavior."""
-        for attributes, name, ours in self._skipped:
-            if attributes.get(name) is ours:  # else other code has replaced ours
-                attributes.pop(name, None)
+        for owner, name, ours in self._skipped:
+            if vars(owner).get(name) is ours:  # else other code has replaced ours
+                del vars(owner)[name]
         self._skipped = []
         if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
             self._connector._progress_bar_metrics = dict(late)
@@ -115,7 +116,7 @@ class ThinLoop:
             kwargs.update(zip(known[1], (batch, batch_idx), strict=False))
             return kwargs
 
-        self._set(vars(self._loop), "_build_kwargs", build)
+        self._set(self._loop, "_build_kwargs", build)
 
     def _read_numbers_late(self) -> None:
         """Keep the values for the progress bar on the device until they are read."""
@@ -146,7 +147,7 @@ class ThinLoop:
                     made["pbar"][name] = value if value.numel() == 1 else original(on_step)["pbar"][name]
             return made
 
-        self._set(results.__dict__, "metrics", metrics)
+        self._set(results, "metrics", metrics)
 
     def _refresh_less(self) -> None:
         bar: Any = getattr(self._trainer, "progress_bar_callback", None)
@@ -165,11 +166,11 @@ class ThinLoop:
                 original(trainer, *args)
                 latest_s = time.perf_counter()
 
-        self._set(vars(bar), name, look)
+        self._set(bar, name, look)
 
-    def _set(self, attributes: dict[str, Any], name: str, value: Any) -> None:
-        attributes[name] = value
-        self._skipped.append((attributes, name, value))
+    def _set(self, owner: Any, name: str, call: Any) -> None:
+        ours = vars(owner)[name] = StandsFor(getattr(owner, name), call)
+        self._skipped.append((owner, name, ours))
 
 
 class LateNumbers(dict[str, Any]):

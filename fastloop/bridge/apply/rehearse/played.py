@@ -52,7 +52,7 @@ def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -
         first = torch.zeros_like(after) if before is None and after is not None else before
         second = torch.zeros_like(before) if after is None and before is not None else after
         assert first is not None and second is not None
-        a, b = first.float(), second.float()
+        a, b = (torch.view_as_real(each) if each.is_complex() else each.float() for each in (first, second))
         whole = torch.isfinite(a)
         broken = (whole & ~torch.isfinite(b)).any()
         apart = torch.where(whole, b - a, 0.0).double().square().sum()

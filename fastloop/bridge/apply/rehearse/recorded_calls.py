@@ -63,10 +63,11 @@ class CallRecorder:
         self._hooks: list[Any] = []
         for name in names:
             inner = module.get_submodule(name)
-            self._hooks += [
-                inner.register_forward_pre_hook(_Hook(self._make_before(name)), with_kwargs=True),
-                inner.register_forward_hook(_Hook(self._make_after(name))),
-            ]
+            try:
+                self._hooks.append(inner.register_forward_pre_hook(_Hook(self._make_before(name)), with_kwargs=True))
+                self._hooks.append(inner.register_forward_hook(_Hook(self._make_after(name))))
+            except RuntimeError as error:  # of a ScriptModule
+                self.problem = f"calls of {name or 'the module'} cannot be recorded: {error}"
 
     @property
     def is_recording(self) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse import budget, recorded_calls, rehearsal
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.errors import ConfigError
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
@@ -417,6 +418,30 @@ def test_what_cannot_be_played_again_is_left_as_it_is(monkeypatch: pytest.Monkey
         assert took is expected
         if by_ladder:
             assert "net changes its own parameters in forward" in why
+
+
+def test_scripted_modules_take_no_hooks() -> None:
+    """Their calls are not recorded; what the user asked for applies all the same, and the watch goes on."""
+
+    class Scripted(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(8, 1)))
+            self.net.calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    problem = recorded_calls.CallRecorder(Scripted(), ["net"]).problem
+    assert problem is not None and problem.startswith("calls of net cannot be recorded: ")
+    loop, _, _ = fit(config("amp"), Scripted(), steps=8)
+    assert read(loop)[0] is True
+    assert loop is not None and loop.measurement is not None and loop.measurement.total_steps == 8
+
+
+def test_both_halves_of_complex_numbers_are_compared() -> None:
+    plain, other = (Played(outputs=[torch.tensor([3 + 4j, 1j * imaginary])]) for imaginary in (0, 1))
+    assert measure_deviation(plain, other).outputs == pytest.approx(0.2)
 
 
 def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
