@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,16 +30,33 @@ class DeviceFeed(LazyLoader):
         depth: batches kept on the device ahead of the one handed out.
         device: where batches go. On the CPU the feed only looks ahead (for tests).
         stage: moves one batch to the device, running the user's transfer hooks; called on the side stream.
+        count: gives the batches that the loop asks for; the feed asks for no more. None: until there are no more.
         start: how the loader is started, see LazyLoader.
     """
 
-    _OWN: ClassVar[Collection[str]] = (*LazyLoader._OWN, "depth", "device", "stage", "retired", "stream", "seen")
+    _OWN: ClassVar[Collection[str]] = (
+        *LazyLoader._OWN,
+        "depth",
+        "device",
+        "stage",
+        "count",
+        "retired",
+        "stream",
+        "seen",
+    )
 
     def __init__(
-        self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], **start: Any
+        self,
+        inner: Any,
+        *,
+        depth: int,
+        device: torch.device,
+        stage: Callable[[Any], Any],
+        count: Callable[[], int | None] = lambda: None,
+        **start: Any,
     ) -> None:
         super().__init__(inner, **start)
-        self.depth, self.device, self.stage = depth, device, stage
+        self.depth, self.device, self.stage, self.count = depth, device, stage, count
         self.retired = False
         """Hands batches through as they are, from its next start on."""
         self.stream: Any = None
@@ -47,7 +65,7 @@ class DeviceFeed(LazyLoader):
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
     def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
-        source, ready = self._start(drawn), deque[_Staged]()
+        source, ready = islice(self._start(drawn), self.count()), deque[_Staged]()
         if self.retired:
             yield from source
             return

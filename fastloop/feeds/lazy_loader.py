@@ -67,7 +67,7 @@ class Disguised(StandIn):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self.inner)
+        return self.inner.__class__
 
 
 class StandInDataset(Disguised):
@@ -86,29 +86,39 @@ class StandInDataset(Disguised):
 # -- batches of an epoch, asked for as often as there are any, and not once more ---------------------------------------
 
 
-class Bounded(StandIn):
-    """Stands in for a batch sampler whose sampler shuffles by a generator of its own.
+class Bounded(Disguised):
+    """Stands in for what gives a loader the indices of its batches, and is not asked beyond an epoch's last batch.
 
-    Such a sampler draws from its generator once more when it is asked beyond its end, and then shuffles the next epoch
-    differently. Lightning's loop counts batches and does not ask; worker processes and feeds, which read ahead, do.
+    Some samplers count their epoch, or draw from a generator of their own, behind the last index or with each one, and
+    then the next epoch has another order. Lightning's loop counts batches and does not ask; worker processes and feeds,
+    which read ahead, do.
     Source: torch/utils/data/sampler.py, RandomSampler, ``num_samples % n``.
+
+    Args:
+        inner: the loader's batch sampler, or its sampler where there is none.
+        count: gives the batches that the loop asks for in this epoch; None where it asks until there are no more.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    _OWN = ("inner", "count")
+
+    def __init__(self, inner: Any, count: Callable[[], int | None]) -> None:
+        self.inner, self.count = inner, count
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.inner), len(self.inner))
+        return islice(iter(self.inner), self.count())
 
 
-def bound_batches(loader: Any) -> Any:
-    """A stand-in for its batch sampler where one is needed, else None. A loader that can say where it stands asks its
-    sampler's iterators for that, and so keeps its own."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    own = getattr(getattr(batch_sampler, "sampler", None), "generator", None) is not None
-    asks_on = bool(getattr(loader, "num_workers", 0))  # with workers of the user's, a plain run asks beyond the end too
-    needed = own and not asks_on and hasattr(batch_sampler, "__len__") and not hasattr(loader, "state_dict")
-    return Bounded(batch_sampler) if needed else None
+def name_sampler(loader: DataLoader[Any]) -> str:
+    """Of the attribute that gives the indices of its batches."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def bound_batches(loader: Any, count: Callable[[], int | None]) -> Bounded | None:
+    """A stand-in for its sampler where one is needed, else None. With workers of the user's, a plain run asks on too. A
+    loader that can say where it stands asks its sampler's iterators for that, and so keeps its own."""
+    if not isinstance(loader, DataLoader) or loader.num_workers or hasattr(loader, "state_dict"):
+        return None
+    return Bounded(getattr(loader, name_sampler(loader)), count)
 
 
 Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]

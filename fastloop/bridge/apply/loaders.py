@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sized
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,7 +18,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
+from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone, name_sampler
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
@@ -90,10 +92,11 @@ class TrainLoaders:
         self._plain_sizes = _read_plain_sizes(getattr(loader, "batch_sampler", None))
         if self._leaves > 1:
             self._keep_apart(facts)
-        base = loader
+        asked = partial(self._count_asked, facts)
+        base, bounded = loader, bound_batches(loader, asked)
         keeps_place = facts.loader is not None and facts.loader.place_lost is None
         if self._leaves == 1 and keeps_place and changes_loader(plan.wants):
-            base = self.place.keep(self.trainer, loader)
+            base = self.place.keep(self.trainer, loader, bounded)
         settings = {
             key.removeprefix("loader."): value
             for key, value in plan.wants.items()
@@ -109,13 +112,8 @@ class TrainLoaders:
             settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
         elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
             self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
-        if (
-            "batch_sampler" not in settings
-            and reads_ahead
-            and base is loader
-            and (stand_in := bound_batches(loader)) is not None
-        ):
-            settings["batch_sampler"] = stand_in
+        if "batch_sampler" not in settings and reads_ahead and base is loader and bounded is not None:
+            settings[name_sampler(loader)] = bounded
         changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
@@ -125,7 +123,7 @@ class TrainLoaders:
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            changed = self.staging.feed(changed, depth, **start)
+            changed = self.staging.feed(changed, depth, count=asked, **start)
         elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
             changed = LazyLoader(changed, **start)
         if changed is not loader:
@@ -197,6 +195,15 @@ class TrainLoaders:
             self._give_up("loader.num_workers", why)
             why = f"no workers load from here on: {why}"
         self._warn(why)
+
+    def _count_asked(self, facts: Facts) -> int | None:
+        """Batches that Lightning asks a loader for in an epoch, or in what is left of one where the shorter of several
+        loaders starts over; None where it asks until there are no more, the user's step asks, or windows count them."""
+        most = self.trainer.num_training_batches
+        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None:
+            return None
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._leaves > 1 else 0
+        return int(most) - done
 
     def _count_leaf(self) -> None:
         """Lightning asks loader by loader, and for all of them again when an epoch reloads them."""

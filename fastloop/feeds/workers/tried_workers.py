@@ -29,7 +29,7 @@ from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_tensors
-from fastloop.feeds.lazy_loader import StandIn
+from fastloop.feeds.lazy_loader import StandIn, name_sampler
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
@@ -161,8 +161,8 @@ class _Drawn(StandIn):
         self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
         self.pending, self.resumes = deque(), False
         for indices in self._source:
-            self.pending.append(copy.copy(indices))
-            yield _Order(indices) if self.goes_out else indices
+            self.pending.append(copy.copy(indices))  # some fill one list again and again, and torch sends it later
+            yield _Order(self.pending[-1]) if self.goes_out else indices
 
 
 class _Fewer(NamedTuple):
@@ -235,7 +235,7 @@ class TriedWorkers:
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
         """Start the loader's iterator with our parts in it; the loader itself keeps its own."""
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        name = name_sampler(loader)
         self._drawn.inner, self._drawn.goes_out = getattr(loader, name), loader.num_workers > 0
         if not len(self._made_ms):  # workers that are kept write into the first
             self._made_ms = multiprocessing.RawArray("d", loader.num_workers)

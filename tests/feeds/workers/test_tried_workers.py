@@ -141,6 +141,16 @@ def test_where_all_can_be_sent_workers_stay(persistent: bool) -> None:
     assert {**now, "_iterator": None} == {**own, "_iterator": None}, "the loader keeps its own parts"
 
 
+def test_an_order_to_a_worker_does_not_change_until_torch_sends_it() -> None:
+    def reuse() -> Iterator[list[int]]:
+        again: list[int] = []
+        for index in range(3):
+            again[:] = [index]
+            yield again
+
+    assert [order.indices for order in tried_workers._Drawn(reuse())] == [[0], [1], [2]]
+
+
 def test_samples_one_by_one_and_a_sampler_that_uses_its_list_again() -> None:
     class Reuses(BatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
