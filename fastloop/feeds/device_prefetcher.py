@@ -11,7 +11,7 @@ import torch
 
 from fastloop.errors import let_through
 from fastloop.evidence import loader_queue
-from fastloop.feeds.batch_tree import is_container, rebuild, walk_tensors
+from fastloop.feeds.batch_tree import is_container, rebuild, walk_storage
 from fastloop.feeds.lazy_loader import LazyLoader
 
 
@@ -115,7 +115,7 @@ class DeviceFeed(LazyLoader):
     def _pin(self, batch: Any) -> Any:
         """Pinned copies of what is not pinned yet; without them the copy would block the host."""
         loose = 0
-        for tensor in walk_tensors(batch):
+        for tensor in walk_storage(batch):
             if tensor.device.type == "cpu":
                 pinned = tensor.is_pinned()
                 self.seen["tensors"] += 1
@@ -130,7 +130,7 @@ class DeviceFeed(LazyLoader):
         if staged.copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(staged.copied)
-            for tensor in walk_tensors(staged.batch):
+            for tensor in walk_storage(staged.batch):
                 if tensor.is_cuda:
                     tensor.record_stream(current)
         return staged.batch
@@ -138,7 +138,8 @@ class DeviceFeed(LazyLoader):
 
 def _pin_copies(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch.pin_memory() if batch.device.type == "cpu" and not batch.is_pinned() else batch
+        loose = batch.device.type == "cpu" and batch.layout is torch.strided and not batch.is_pinned()
+        return batch.pin_memory() if loose else batch
     if is_container(batch):
         try:
             return rebuild(batch, _pin_copies)

@@ -26,7 +26,7 @@ from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.evidence.model.memory_creep import MemoryLog
-from fastloop.feeds.batch_tree import count_samples, samples, tensors
+from fastloop.feeds.batch_tree import count_samples, samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
@@ -158,7 +158,9 @@ class Session:
         self._passed_steps += step_ends
         self._passed_samples += size or 0
         if step_ends:
-            self.memory.tick(self._passed_steps, lambda: sum(each.nbytes for each in tensors(batch) if each.is_cuda))
+            self.memory.tick(
+                self._passed_steps, lambda: sum(each.nbytes for each in walk_storage(batch) if each.is_cuda)
+            )
             if self._live is not None:
                 self._live.tick(trainer)
 

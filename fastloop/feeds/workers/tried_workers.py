@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
-from fastloop.feeds.batch_tree import walk_tensors
+from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import StandIn, name_sampler
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
@@ -311,7 +311,7 @@ class TriedWorkers:
             return _Fewer(*fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}")
         if self._batch_bytes is not None:
             return None
-        self._batch_bytes = sum(tensor.nbytes for tensor in walk_tensors(batch))
+        self._batch_bytes = sum(tensor.nbytes for tensor in walk_storage(batch))
         fitting = self._fit(workers, ahead)
         if fitting == (workers, ahead):
             return None
