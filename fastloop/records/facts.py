@@ -58,6 +58,8 @@ class LoaderFacts:
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    sampler_draws: tuple[str, ...] = ()
+    """The sampler's functions that draw from everybody's random numbers between two indices."""
     place_lost: str | None = None
     """Why a run resumed in mid-epoch starts that epoch over; None where it goes on."""
     thread_hazards: tuple[str, ...] = ()

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.evidence.worker_limits import can_keep_theirs, count_epoch_batches, find_obstacle, fit_in_shm, list_costs
+from fastloop.evidence.worker_limits import (
+    can_keep_theirs,
+    count_epoch_batches,
+    describe_sampler_draws,
+    find_obstacle,
+    fit_in_shm,
+    list_costs,
+)
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -110,7 +117,8 @@ class Workers:
             wants["launch.free_cpus"] = facts.local_ranks
             notes.append(f"workers leave {facts.local_ranks} of {facts.cpu_count} CPUs for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
-        parity = "approximate" if loader.draws_random else "exact"
+        notes += (drawn := describe_sampler_draws(loader))
+        parity = "approximate" if loader.draws_random or drawn else "exact"
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
         if loader.packable:

@@ -105,6 +105,14 @@ LITTLE = (
         ),
         (
             {},
+            facts({"sampler_draws": ("Bag.__iter__",)}),
+            wants(7),
+            [
+                "Bag.__iter__ draws random numbers between samples, now before the training's own: either may differ",
+            ],
+        ),
+        (
+            {},
             facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
             wants(7),
             ["augmentation draws differ from a run without workers (RandomCrop, a, b)"],
@@ -117,7 +125,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
     room = [f"workers leave {given.local_ranks} of {given.cpu_count} CPUs for the training's own threads"]
     assert change.wants == {**expected, **kept_off} and not change.actions
     assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
-    assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
+    draws = given.loader and (given.loader.draws_random or given.loader.sampler_draws)
+    assert change.parity == ("approximate" if draws else "exact")
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
         sampler_hazards=hazards,
+        sampler_draws=between_batches.list_draws(sampler),
         place_lost=lost or next(iter(hazards), None),
         thread_hazards=(
             *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import walk
+from fastloop.evidence.model.dataset import DRAWS, walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
@@ -59,6 +59,19 @@ def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> t
                 if id(value) in held and _is_changeable(value):
                     found[f"{name} is held by {held[id(value)]} too"] = None
     return tuple(found)
+
+
+def list_draws(sampler: Any) -> tuple[str, ...]:
+    """The user's functions by which a sampler draws from everybody's random numbers between two indices: asked ahead,
+    it draws others, and so does the training. What is drawn before the first index comes where it would."""
+    return tuple(
+        dict.fromkeys(
+            function.__qualname__.split(".<locals>.")[-1]
+            for _, item in walk(sampler, "sampler")
+            for function in sample_code.list_sample_functions(item)
+            if sample_code.calls_between_yields(function, DRAWS)
+        )
+    )
 
 
 def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:

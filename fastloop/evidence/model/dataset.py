@@ -82,7 +82,7 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 """Packages whose objects, where a dataset holds one, are connections or lead to one."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
-_DRAWS = re.compile(
+DRAWS = re.compile(
     r"random|rand(n|int|range|perm)?|randn?_like|shuffle|choices?|sample|uniform|normal|gauss|bernoulli|multinomial"
     r"|default_rng|RandomState"
 )
@@ -221,7 +221,7 @@ def find_draw(item: Any) -> str | None:
 def function_draws(function: Any, depth: int = 3) -> bool:
     """Whether a function names a way to draw random numbers, itself or in functions of the user's that it names."""
     names = set(sample_code.list_names(function.__code__))
-    if any(_DRAWS.fullmatch(name) for name in names):
+    if any(DRAWS.fullmatch(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(
