@@ -113,10 +113,15 @@ def name_sampler(loader: DataLoader[Any]) -> str:
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
+def makes_iterators(kind: type[DataLoader[Any]]) -> bool:
+    """Whether loaders of this kind iterate in another way than a DataLoader."""
+    return (kind.__iter__, kind._get_iterator) != (DataLoader.__iter__, DataLoader._get_iterator)
+
+
 def bound_batches(loader: Any, count: Callable[[], int | None]) -> Bounded | None:
-    """A stand-in for its sampler where one is needed, else None. With workers of the user's, a plain run asks on too. A
-    loader that can say where it stands asks its sampler's iterators for that, and so keeps its own."""
-    if not isinstance(loader, DataLoader) or loader.num_workers or hasattr(loader, "state_dict"):
+    """A stand-in for its sampler where one is needed, else None. With workers of the user's, a plain run asks on too.
+    Loaders with iterators of their own keep their sampler: these may ask for its state, or for several batches."""
+    if not isinstance(loader, DataLoader) or loader.num_workers or makes_iterators(type(loader)):
         return None
     return Bounded(getattr(loader, name_sampler(loader)), count)
 
@@ -141,6 +146,7 @@ class LazyLoader(Disguised):
     Late, because Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on resume, so that
     worker processes replay the order of epoch 0 (Lightning #21938). And late because a loader without workers draws
     its shuffle at the first ``next`` too: whatever draws random numbers in between keeps its place in the stream.
+    Loaders with an ``__iter__`` of their own are not late: only they know what they do there.
 
     Args:
         inner: the loader to stand in for.
@@ -149,7 +155,16 @@ class LazyLoader(Disguised):
         engine: loads in the loader's place; None where the loader does.
     """
 
-    _OWN: ClassVar[Collection[str]] = ("inner", "keeps_iterator", "epochs", "engine", "live", "_drawn", "_has_begun")
+    _OWN: ClassVar[Collection[str]] = (
+        "inner",
+        "keeps_iterator",
+        "epochs",
+        "engine",
+        "live",
+        "_drawn",
+        "_has_begun",
+        "_begun",
+    )
 
     def __init__(
         self,
@@ -162,6 +177,7 @@ class LazyLoader(Disguised):
         self.inner, self.keeps_iterator, self.epochs, self.engine = inner, keeps_iterator, epochs, engine
         self._has_begun = False
         self._drawn: torch.Tensor | None = None
+        self._begun: Iterator[Any] | None = None
         self.live: weakref.ref[Any] | None = None
 
     @property  # type: ignore[misc]
@@ -170,6 +186,8 @@ class LazyLoader(Disguised):
         return type(self.inner) if isinstance(self.inner, DataLoader) else type(self)
 
     def __iter__(self) -> Iterator[Any]:
+        own = isinstance(self.inner, DataLoader) and makes_iterators(type(self.inner))
+        self._begun = iter(self.inner) if own and not hasattr(self.inner, "state_dict") else None
         self._drawn = self._draw_seed()
         return self._batches(self._drawn)
 
@@ -184,7 +202,7 @@ class LazyLoader(Disguised):
 
     def _draw_seed(self) -> torch.Tensor | None:
         """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
-        if not isinstance(self.inner, DataLoader):
+        if not isinstance(self.inner, DataLoader) or self._begun is not None:
             return None
         if self.keeps_iterator and (self.inner._iterator is not None or self._has_begun):
             return None
@@ -203,8 +221,10 @@ class LazyLoader(Disguised):
 
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         self._drawn = None
-        with _generator_at(self.inner, drawn):
-            iterator: Iterator[Any] = iter(self.inner)
+        iterator, self._begun = self._begun, None
+        if iterator is None:
+            with _generator_at(self.inner, drawn):
+                iterator = iter(self.inner)
         try:
             self.live = weakref.ref(iterator)  # weak: an extra hold would keep its workers alive
         except TypeError:

@@ -41,7 +41,8 @@ class PlaceKeeper:
         if self._several or hasattr(loader, "state_dict"):
             return loader
         name = name_sampler(loader)
-        inner, draws = bounded or getattr(loader, name), Draws(loader, trainer.world_size)
+        inner = getattr(loader, name) if bounded is None else bounded
+        draws = Draws(loader, trainer.world_size)
         self._trainer, self._kept = trainer, KeptOrder(inner, draws, take=self._take, warn=self.warn)
         return clone(loader, {name: self._kept})
 

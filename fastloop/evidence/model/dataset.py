@@ -137,7 +137,8 @@ def worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
             if (hazard := _find_hazard(item)) is not None:
                 found[f"{path}{hazard}"] = None
             for function in sample_code.list_sample_functions(item):
-                for outer, value in sample_code.list_globals(function):
+                held = () if function is item else sample_code.list_closure(function)  # a function's own are walked
+                for outer, value in (*sample_code.list_globals(function), *held):
                     for inner_path, inner in walk(value, outer):
                         if (hazard := _find_foreign(inner)) is not None:
                             found[f"{inner_path}{hazard}"] = None

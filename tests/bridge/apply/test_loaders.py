@@ -172,6 +172,64 @@ def test_a_stream_that_outlives_an_epoch_loses_nothing_to_the_feed(monkeypatch: 
     assert ours.seen("prefetch")["batches"] == 9 and same(plain, ours)
 
 
+class Scales(DataLoader[Any]):
+    """Changes its batches, in a generator."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for x, y, number in super().__iter__():
+            yield 2 * x, y, number
+
+
+class Pairs(DataLoader[Any]):
+    """Makes one batch of two, and draws where it is asked for its iterator."""
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        torch.rand(1)
+        each = super().__iter__()
+        return ([torch.cat(parts) for parts in zip(*two, strict=True)] for two in zip(each, each, strict=True))
+
+
+class Goes(DataLoader[Any]):
+    """Has one iterator, over a sampler without end, for all epochs."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.__dict__["batch_sampler"] = _Repeats(self.batch_sampler)
+        self.going = super().__iter__()
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(5):
+            yield next(self.going)
+
+
+class _Repeats:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+@pytest.mark.parametrize(("kind", "workers"), [(Scales, 0), (Scales, 1), (Pairs, 0), (Pairs, 1), (Goes, 0)])
+def test_loaders_with_iterators_of_their_own_draw_as_they_would(
+    kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed_on_cpu(monkeypatch)
+
+    def train() -> Any:
+        return kind(numbered(24), batch_size=4, shuffle=True, num_workers=workers)
+
+    plain, ours = both({"prefetch": {}}, train, max_epochs=3)
+    assert ours.seen("prefetch")["batches"] == 3 * len(train()) and same(plain, ours)
+
+
 def test_of_several_loaders_the_shorter_ones_are_asked_beyond_their_end() -> None:
     def train() -> dict[str, Any]:
         longer = DataLoader(numbered(24), 4, sampler=RandomSampler(range(24), generator=torch.Generator()))
