@@ -144,6 +144,8 @@ class Facts:
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""
+    timed_hooks: tuple[str, ...] = ()
+    """Those before and with the transfer that would give something else if they were called earlier."""
     evaluates: bool = False
     """``loader`` is one for validation."""
     steps_with_iterator: bool = False

@@ -71,6 +71,8 @@ class Prefetch:
         notes = [*describe_sampler_draws(facts.loader)]
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
             notes.append("samples are drawn early in this process: CPU random numbers of training_step differ")
+        for hook in facts.timed_hooks:
+            notes.append(f"your {hook} draws random numbers or reads the step, here ahead of it: either may differ")
         parity: Parity = "approximate" if notes else "exact"
         wants: dict[str, Any] = {"feed.depth": AHEAD if self.depth == "auto" else self.depth}
         if self.uint8 is not False and (left := self._leave_to_device(facts, facts.loader, notes)):

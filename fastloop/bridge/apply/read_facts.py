@@ -82,6 +82,9 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
+        timed_hooks=tuple(
+            hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
+        ),
         **read_module(module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None),
     )
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import DRAWS, walk
+from fastloop.evidence.model.dataset import DRAWS, draws_random, function_draws, walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
 _BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names by which a hook gets hold of the data."""
+_COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
+"""What moves on with each batch, of a Trainer or its loops."""
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
 """Methods that make the data, or run before there is any."""
 
@@ -72,6 +74,20 @@ def list_draws(sampler: Any) -> tuple[str, ...]:
             if sample_code.calls_between_yields(function, DRAWS)
         )
     )
+
+
+def depends_on_time(owner: Any, method: str) -> bool:
+    """Whether a method of the user's draws random numbers, itself or by what its owner holds, or reads how far the
+    training is: called earlier, it would give something else."""
+    member = getattr(owner, method, None)
+    function = inspect.unwrap(getattr(member, "__func__", member))
+    if not inspect.isfunction(function) or sample_code.is_installed(function):
+        return False
+    names = set(sample_code.list_names(function.__code__))
+    held = {**vars(owner), **getattr(owner, "_modules", {})}
+    parts = [held[name] for name in names if name in held]
+    own = [member for name in names if inspect.isfunction(member := inspect.getattr_static(type(owner), name, None))]
+    return bool(names & _COUNTERS) or any(map(function_draws, [function, *own])) or bool(draws_random(*parts))
 
 
 def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:
