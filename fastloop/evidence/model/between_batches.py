@@ -79,7 +79,7 @@ def list_draws(sampler: Any) -> tuple[str, ...]:
 def depends_on_time(owner: Any, method: str) -> bool:
     """Whether a method of the user's draws random numbers, itself or by what its owner holds, or reads how far the
     training is: called earlier, it would give something else."""
-    member = getattr(owner, method, None)
+    member: Any = getattr(owner, method, None)
     function = inspect.unwrap(getattr(member, "__func__", member))
     if not inspect.isfunction(function) or sample_code.is_installed(function):
         return False
