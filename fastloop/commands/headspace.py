@@ -27,7 +27,7 @@ from fastloop.experiments.trials.trial import Job, forget, quick_starts, run_tri
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.trial import Trial, Variation
-from fastloop.report.run.summary import short
+from fastloop.report.numbers import short
 
 NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"

@@ -15,6 +15,7 @@ from fastloop.experiments.trials.run_directories import Place, claim, unclaimed
 from fastloop.records import store
 from fastloop.records.plan import Plan
 from fastloop.records.run_files import PlanFile, RunRecord
+from fastloop.report.numbers import number
 from fastloop.report.run import summary
 
 
@@ -66,10 +67,9 @@ def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     head = [
         f"{config.name}: {facts.world_size}x {facts.device_name or facts.device}, {facts.strategy}, {facts.precision},"
         f" {facts.cpu_count} CPUs usable",
-        f"samples per optimizer step: {summary.number(dry.samples_per_step, ',d')}"
-        f" (batch {summary.number(size, 'd')} x accumulate {facts.accumulate} x {facts.world_size} ranks)",
-        f"batches in flight: {summary.number(batches, 'd')} per rank,"
-        f" {summary.number(None if flight is None else flight / 2**20)} MiB",
+        f"samples per optimizer step: {number(dry.samples_per_step, ',d')}"
+        f" (batch {number(size, 'd')} x accumulate {facts.accumulate} x {facts.world_size} ranks)",
+        f"batches in flight: {number(batches, 'd')} per rank, {number(None if flight is None else flight / 2**20)} MiB",
         f"parity class of the plan: {dry.plan.parity}",
     ]
     content = {

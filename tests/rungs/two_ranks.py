@@ -101,19 +101,19 @@ def _play_with_less_on_one(run: Any, size: int, piece: Any) -> float:
 
 
 def main() -> None:
-    from fastloop.bridge.apply.micro import batches as micro_batches
+    from fastloop.bridge.apply.micro import batches, choice, windows
     from fastloop.bridge.apply.micro import search as micro_search
     from fastloop.feeds import window_batches
 
     os.environ["XDG_CACHE_HOME"] = os.getcwd()
     micro_search._Run._play = _play_with_less_on_one
-    found, exchange, compare = {}, micro_batches._skip_exchange, micro_batches.explain_difference
+    found, exchange, compare = {}, batches._skip_exchange, choice.explain_difference
     concatenate = window_batches.concatenate
     for name, (rungs, settings) in CASES.items():
-        micro_batches._skip_exchange = (lambda strategy: nullcontext()) if name == "chatty" else exchange
-        micro_batches.explain_difference = _refuse_on_one if name == "one rank refuses" else compare
+        batches._skip_exchange = (lambda strategy: nullcontext()) if name == "chatty" else exchange
+        choice.explain_difference = _refuse_on_one if name == "one rank refuses" else compare
         window_batches.concatenate = _separate_on_one if name == "one rank comes apart" else concatenate
-        micro_batches.concatenate = window_batches.concatenate
+        windows.concatenate = window_batches.concatenate
         found[name] = fit(name, rungs, **settings)
     torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
 

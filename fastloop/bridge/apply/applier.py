@@ -18,6 +18,7 @@ from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.micro.batches import MicroBatches
+from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.search import SizeSearch
 from fastloop.bridge.apply.micro.search_terms import make_search
 from fastloop.bridge.apply.rehearse.budget import Terms
@@ -200,12 +201,12 @@ class Applier:
         if self._site is None:
             return move(batch)
         if isinstance(batch, Window) and self.micro is not None:
-            return self.micro.take_window(self._site.staging.finish_window(batch, move, dataloader_idx))
+            return self.micro.show_window(self._site.staging.finish_window(batch, move, dataloader_idx))
         return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
 
     def find_whole(self, batch: Any) -> Any:
         """All batches of an accumulation window, where Lightning sees only one of them; else the batch itself."""
-        return batch if self.micro is None else self.micro.find_whole(batch)
+        return batch if self.micro is None else self.micro.windows.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One training_step of the module, in one piece or several."""
@@ -218,7 +219,7 @@ class Applier:
         if self.tries is not None:
             self.tries.note_batch(args)
             for convert in self.tries.take_late_conversions() if args else ():
-                batch = convert(args[0]) if self.micro is None else self.micro.convert(args[0], convert)
+                batch = convert(args[0]) if self.micro is None else self.micro.windows.convert(args[0], convert)
                 args = (batch, *args[1:])
         if self.graphs is not None:
             if self.micro is None:
@@ -287,7 +288,7 @@ class Applier:
             changed = self._live.plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
-            self.micro = MicroBatches(
+            choice = PieceChoice(
                 self._search(site, rung, changed) if samples == "auto" else samples,
                 rung=rung,
                 strict=self.strict,
@@ -296,10 +297,11 @@ class Applier:
                 one_time=self.one_time,
                 groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
-            self._changes.add(rung, Applied(undo=lambda: None, probe=self.micro.evidence))
+            self.micro = MicroBatches(choice)
+            self._changes.add(rung, Applied(undo=lambda: None, probe=choice.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
-            self.micro.windows, self.micro.whole = loaders.windows, loaders.batch_sizes
+            self.micro.windows.sampler, self.micro.choice.whole = loaders.windows, loaders.batch_sizes
         return result
 
     def _search(self, site: LiveSite, rung: str, changed: Plan) -> SizeSearch:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.trials.drawn_samples import Batch, Drawn, join_epochs, listen
 from fastloop.bridge.trials.heartbeat import drop_other_hooks
 from fastloop.feeds.batch_tree import count_samples, samples
@@ -154,16 +155,17 @@ class Ledger(Callback):
 
     def _pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
         """Backwards this batch was to have."""
-        micro = getattr(getattr(strategy, "fastloop", None), "micro", None)
+        micro: MicroBatches | None = getattr(getattr(strategy, "fastloop", None), "micro", None)
         if micro is None or (rows := samples(batch)) is None:
             return 1
-        if micro.uncut != self._uncut:
-            self._uncut = micro.uncut
+        choice = micro.choice
+        if choice.uncut != self._uncut:
+            self._uncut = choice.uncut
             return 1
         if micro.apart and part is not None and part.window is not None:
             return len(part.window)
-        full = micro.windows.window if micro.windows is not None else 1
-        return _pieces(rows, micro.micro, part.window if part is not None else None, full)
+        full = micro.windows.sampler.window if micro.windows.sampler is not None else 1
+        return _pieces(rows, choice.micro, part.window if part is not None else None, full)
 
     def _close(self) -> None:
         """An optimizer step is done."""

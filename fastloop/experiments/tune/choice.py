@@ -9,7 +9,7 @@ from fastloop.experiments.trials.failures import FREE_MEMORY
 from fastloop.ladder import cards
 from fastloop.records.card import SearchSpace, Tunable
 from fastloop.records.tuning import Point
-from fastloop.report.run.summary import short
+from fastloop.report.numbers import short
 
 WORSE = 0.03
 """Two values in a row that are slower by more end a search."""

@@ -13,7 +13,7 @@ from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_picture, verdict_words
 from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline
-from fastloop.report.run.summary import number, short
+from fastloop.report.numbers import number, short
 from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]

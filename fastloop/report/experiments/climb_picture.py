@@ -11,7 +11,7 @@ from fastloop.records.climb import ClimbFile
 from fastloop.report.drawing.bars import Bar, Chart, Entry, Mark, Row, choose_ticks
 from fastloop.report.experiments import climb_rows
 from fastloop.report.experiments.climb_rows import Step
-from fastloop.report.run.summary import short
+from fastloop.report.numbers import short
 from fastloop.report.run.tables import cut
 
 _NAIVE, _STEP, _TOP, _PREDICTED = "#8f9aa5", "#2f6fb5", "#2a9d74", "#e8a317"

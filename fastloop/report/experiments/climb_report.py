@@ -14,7 +14,7 @@ from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
-from fastloop.report.run.summary import number, short
+from fastloop.report.numbers import number, short
 
 SCREEN = "screening proves nothing, only a fresh A/B test of the best stack against the baseline does"
 HOW = (

@@ -8,7 +8,7 @@ from statistics import median
 from fastloop.records.climb import TOP, Attempt, ClimbFile, Speed
 from fastloop.records.experiment import Outcome
 from fastloop.report.drawing.document import Table
-from fastloop.report.run.summary import number, short
+from fastloop.report.numbers import number, short
 
 CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
 

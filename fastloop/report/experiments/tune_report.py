@@ -10,7 +10,7 @@ from fastloop.report.drawing.bars import Bar, Chart, Row, choose_ticks
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments.verdict_words import describe_hardware, lay_out
-from fastloop.report.run.summary import short
+from fastloop.report.numbers import short
 from fastloop.report.run.tables import cut
 
 TITLE = "Step time of each value"

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fastloop.records.measurement import Measurement
 from fastloop.report.drawing.bars import NUMBER_ERRORS, Bar, Chart, Entry, Row, choose_ticks
 from fastloop.report.drawing.curves import Curve, Line
+from fastloop.report.numbers import number, short
 from fastloop.report.run.optional_tables import real, sort_by_size
 from fastloop.report.run.ranks import read_ranks
-from fastloop.report.run.summary import STYLES, number, select_known, short
+from fastloop.report.run.summary import STYLES, select_known
 from fastloop.report.run.tables import cut
 
 LINES = {

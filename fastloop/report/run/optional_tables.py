@@ -11,9 +11,10 @@ from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.report.drawing.document import Table
+from fastloop.report.numbers import count_steps, format_flop_rate, number, short
 from fastloop.report.run.caveats import count_hunted_steps
 from fastloop.report.run.ranks import read_ranks
-from fastloop.report.run.summary import STYLES, count_steps, format_flop_rate, number, short
+from fastloop.report.run.summary import STYLES
 from fastloop.report.run.tables import cut, format_share
 
 GPU = {

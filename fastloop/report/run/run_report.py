@@ -12,9 +12,9 @@ from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.bars import Chart
 from fastloop.report.drawing.curves import Curve
 from fastloop.report.drawing.document import Card, Document, Section, Table, Tile
+from fastloop.report.numbers import format_flop_rate, number, short
 from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.caveats import list_caveats
-from fastloop.report.run.summary import number, short
 
 CLOSING = "This report measures one run. We never claim a speed-up from a single run: that takes an A/B over several."
 _GOOD = ("none", "compute_bound")
@@ -122,7 +122,7 @@ def _tiles(seen: Measurement) -> tuple[Tile, ...]:
     """The few numbers that are looked for first."""
     fed, usd = summary.compute_fed_pct(seen), seen.usd_per_million_samples
     least = ">= " if seen.flops.get("at_least") else ""
-    rate, _, unit = summary.format_flop_rate(seen.tflop_per_s).partition(" ")
+    rate, _, unit = format_flop_rate(seen.tflop_per_s).partition(" ")
     mfu = seen.mfu.get("datasheet")
     found = [
         ("step", number(seen.step_ms.get("mean")), "ms"),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
+from fastloop.report.numbers import count_steps, format_flop_rate, format_s, number, short
 from fastloop.report.run import caveats
 from fastloop.report.run.caveats import list_caveats
 from fastloop.report.run.ranks import read_ranks
@@ -62,20 +63,6 @@ MOST_LINES = 12
 WORTH_A_WORD_S = 0.05
 """One-time costs below this are not named."""
 BAR_CELLS = 22
-
-
-def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
-    """A number for people, with its unit; what was not measured is n/a, never 0."""
-    return "n/a" if value is None or not math.isfinite(value) else f"{format(value, form)} {unit}".rstrip()
-
-
-def short(value: float | None, unit: str = "") -> str:
-    """A number to three digits, whole from a hundred up: 0.577, 40.5, 2,697."""
-    if value is None or not math.isfinite(value):
-        return "n/a"
-    digits = 0 if abs(value) >= 100 or value == 0 else min(9, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}".rstrip()
 
 
 def list_titles(findings: Sequence[Finding]) -> list[str]:
@@ -226,10 +213,6 @@ def describe_window(seen: Measurement) -> str:
     return f"steps {first}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
 
 
-def count_steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
-
-
 def list_flags(seen: Measurement) -> list[str]:
     """What to hold against the figures."""
     ends = [f"rank {rank.rank}: {rank.end}" for rank in read_ranks(seen) if rank.end]
@@ -254,11 +237,6 @@ def describe_one_time(seen: Measurement) -> str:
         for cause, seconds in list_one_time(seen)
         if seconds is not None and seconds >= WORTH_A_WORD_S
     )
-
-
-def format_s(seconds: float | None) -> str:
-    """Seconds for people: 41 s, 3.2 s."""
-    return number(seconds, ",.1f" if seconds is not None and seconds < 10 else ",.0f", "s")
 
 
 def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
@@ -353,12 +331,6 @@ def _describe_rates(seen: Measurement) -> str:
         phrases.append(f"{short(seen.joule_per_sample)} J/sample")
     phrases.append(f"watching cost {number(seen.watch_us_per_step, unit='us a step')}")
     return "   ".join(phrases)
-
-
-def format_flop_rate(value: float | None) -> str:
-    """Arithmetic per second, from TFLOP/s, in the unit that suits its size."""
-    small = value is not None and value < 1
-    return short(1000 * (value or 0.0), "GFLOP/s") if small else short(value, "TFLOP/s")
 
 
 def describe_work(seen: Measurement) -> str:

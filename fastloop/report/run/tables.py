@@ -9,8 +9,9 @@ from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment, Machine, TorchFlags
 from fastloop.report.drawing.document import Table
+from fastloop.report.numbers import format_s, number, short
 from fastloop.report.run import summary
-from fastloop.report.run.summary import STYLES, number, short
+from fastloop.report.run.summary import STYLES
 
 NAME_LETTERS = 120
 """A kernel's name is a whole C++ template; measurement.json has it all."""
@@ -81,7 +82,7 @@ def format_share(part: float | None, whole: float | None) -> str:
 def tabulate_one_time(seen: Measurement) -> Table:
     """Seconds of the whole fit that no later step pays again, as far as they are worth a word or unknown."""
     rows = [
-        (cause, summary.format_s(seconds))
+        (cause, format_s(seconds))
         for cause, seconds in summary.list_one_time(seen)
         if seconds is None or seconds >= summary.WORTH_A_WORD_S
     ]

@@ -12,6 +12,7 @@ from fastloop.ladder import Ladder
 from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Change, Finding, Plan, Rehearsed, Step, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
+from fastloop.report import numbers
 from fastloop.report.run import summary
 from tests.report import samples
 
@@ -112,7 +113,7 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
     ],
 )
 def test_numbers(value: Any, form: str, unit: str, text: str) -> None:
-    assert summary.number(value, form, unit) == text
+    assert numbers.number(value, form, unit) == text
 
 
 @pytest.mark.parametrize(
@@ -357,8 +358,8 @@ def test_no_bar_without_a_step(step: dict[str, Any]) -> None:
     ],
 )
 def test_short_numbers(value: Any, text: str) -> None:
-    assert summary.short(value) == text
-    assert summary.short(value, "ms") == ("n/a" if text == "n/a" else f"{text} ms")
+    assert numbers.short(value) == text
+    assert numbers.short(value, "ms") == ("n/a" if text == "n/a" else f"{text} ms")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +398,7 @@ def test_the_setting_is_said_as_far_as_it_is_known(change: dict[str, Any], said:
     [(None, "n/a"), (0.00362, "3.62 GFLOP/s"), (36.2, "36.2 TFLOP/s"), (0.0, "0 GFLOP/s"), (float("nan"), "n/a")],
 )
 def test_rates_of_arithmetic(rate: float | None, said: str) -> None:
-    assert summary.format_flop_rate(rate) == said
+    assert numbers.format_flop_rate(rate) == said
 
 
 def test_there_is_no_colour() -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop.bridge.apply.micro import accumulation
 from fastloop.bridge.apply.micro.batches import MicroBatches
+from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.feeds.batch_tree import Window
 from tests.models import distance as apart
 from tests.models import weights
@@ -337,17 +338,21 @@ def test_windows_behind_a_feed(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
     """A rung that a rehearsal keeps converts the batch at hand, which was on the device before it."""
-    micro = MicroBatches(32, rung="batch")
+    micro = MicroBatches(PieceChoice(32, rung="batch"))
     apart = Window([torch.zeros(2, 3), torch.ones(2, 4)])
-    shown = micro.take_window(apart)
-    assert shown is apart[-1] and micro.find_whole(shown) is apart and micro.find_whole(apart[0]) is apart[0]
-    converted = micro.convert(shown, lambda batch: batch + 1)
-    whole = micro.find_whole(converted)
+    shown = micro.show_window(apart)
+    assert (
+        shown is apart[-1]
+        and micro.windows.find_whole(shown) is apart
+        and micro.windows.find_whole(apart[0]) is apart[0]
+    )
+    converted = micro.windows.convert(shown, lambda batch: batch + 1)
+    whole = micro.windows.find_whole(converted)
     assert [float(batch.max()) for batch in whole] == [1, 2] and converted is whole[-1]
-    joined = micro.take_window(Window([torch.zeros(2, 3), torch.ones(1, 3)]))
+    joined = micro.show_window(Window([torch.zeros(2, 3), torch.ones(1, 3)]))
     assert joined.shape == (3, 3)
-    again = micro.convert(joined, lambda batch: batch + 1)
-    assert float(again.sum()) == 12 and micro.find_whole(again) is again
+    again = micro.windows.convert(joined, lambda batch: batch + 1)
+    assert float(again.sum()) == 12 and micro.windows.find_whole(again) is again
 
 
 def test_a_collate_function_that_drops_samples() -> None:

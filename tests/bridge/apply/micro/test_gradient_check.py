@@ -59,7 +59,7 @@ def test_token_means_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.why.startswith(start) and float(verdict.why.removeprefix(start).partition(";")[0]) > 1e-2
     assert ours.seen("batch")["apart_steps"] == 9 and ours.seen("batch")["changed_steps"] == 0
     # The control: what merging them without a look trains is something else.
-    monkeypatch.setattr("fastloop.bridge.apply.micro.batches.explain_difference", lambda *_: None)
+    monkeypatch.setattr("fastloop.bridge.apply.micro.choice.explain_difference", lambda *_: None)
     blind = run(MERGE, sentences(2), Tagger, max_epochs=3, **ACCUMULATE)
     assert blind.verdict("batch").took is True and distance(plain, blind) > 1e-3
 
@@ -177,7 +177,7 @@ def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
 
 
 def test_the_users_word_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastloop.bridge.apply.micro.batches.explain_difference", lambda *_: 1 / 0)
+    monkeypatch.setattr("fastloop.bridge.apply.micro.choice.explain_difference", lambda *_: 1 / 0)
     word = {"batch": {"micro_batch": 32, "loss_is_mean": True}}
     assert run(word, sentences(2), Tagger, max_epochs=1, **ACCUMULATE).verdict("batch").took is True
 
@@ -230,7 +230,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         written.append(not all(map(torch.equal, before, [tensor for piece in own for tensor in piece.batch])))
         return "planted"
 
-    monkeypatch.setattr("fastloop.bridge.apply.micro.batches.explain_difference", watched)
+    monkeypatch.setattr("fastloop.bridge.apply.micro.choice.explain_difference", watched)
     plain, ours = both(MERGE, EVEN, Keeps, max_epochs=2, **ACCUMULATE)
     assert ran == [0, 1, 2, 3, 0], "it did run, each batch and then all of them"
     first, second = states
