@@ -197,13 +197,13 @@ class TrainLoaders:
         self._warn(why)
 
     def _count_asked(self, facts: Facts) -> int | None:
-        """Batches that Lightning asks a loader for in an epoch, or in what is left of one where the shorter of several
-        loaders starts over; None where it asks until there are no more, the user's step asks, or windows count them."""
+        """Batches that Lightning asks a loader for in an epoch, or in the rest of one where its sampler starts anew: in a
+        resumed run, or as the shorter of several. None where it asks on, the user's step asks, or windows count."""
         most = self.trainer.num_training_batches
         if math.isinf(most) or facts.steps_with_iterator or self._merge is not None:
             return None
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._leaves > 1 else 0
-        return int(most) - done
+        goes_on = self.place.saved is not None
+        return int(most) - (0 if goes_on else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def _count_leaf(self) -> None:
         """Lightning asks loader by loader, and for all of them again when an epoch reloads them."""

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
@@ -164,6 +165,19 @@ def test_a_sampler_is_asked_for_no_more_batches_than_the_loop_takes(
 
     plain, ours = both({rung: {}}, train, max_epochs=3, limit_train_batches=limit)
     assert ours.reason(rung) is None and same(plain, ours)
+
+
+@pytest.mark.parametrize("rung", ["workers", "prefetch"])
+def test_a_sampler_that_starts_anew_in_mid_epoch_is_asked_for_what_is_left(
+    rung: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed_on_cpu(monkeypatch)
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
+    settings: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
+    run(None, batches(batch_size=4, sampler=Moves()), callbacks=(saving,), **settings)
+    settings |= {"ckpt": tmp_path / "step=7.ckpt"}
+    plain, ours = both({rung: {}}, lambda: batches(batch_size=4, sampler=Moves()), **settings)
+    assert len(ours.module.samples) == 8 and same(plain, ours)
 
 
 def test_a_stream_that_outlives_an_epoch_loses_nothing_to_the_feed(monkeypatch: pytest.MonkeyPatch) -> None:
