@@ -197,8 +197,8 @@ class TrainLoaders:
         self._warn(why)
 
     def _count_asked(self, facts: Facts) -> int | None:
-        """Batches that Lightning asks a loader for in an epoch, or in its rest where the sampler starts anew: in a resumed
-        run, or as the shorter of several. None where it asks on, the user's step asks, or windows count."""
+        """Batches that Lightning asks a loader for in an epoch, or in its rest where the sampler starts anew: in a run
+        that is resumed, or as the shorter of several. None where it asks on, the user's step asks, or windows count."""
         most = self.trainer.num_training_batches
         if math.isinf(most) or facts.steps_with_iterator or self._merge is not None:
             return None
