@@ -157,9 +157,11 @@ class Workers:
             return False
         why_not = RELOADS if facts.reload_every_n_epochs else next(iter(loader.may_change), None)
         if why_not is not None and batches < SHORT_EPOCH and self.count == "auto" and not loader.num_workers:
+            do = "if that is fine, write workers.persistent: true"
+            do = "to start them all the same, write workers.count" if why_not is RELOADS else do  # none would be kept
             raise NotApplicable(
                 f"epochs of {batches} batches are too short to start workers in each, and keeping them is not safe:"
-                f" {why_not}; if that is fine, write workers.persistent: true"
+                f" {why_not}; {do}"
             )
         return why_not is None
 

@@ -306,16 +306,19 @@ def test_workers_are_kept_where_epochs_are_short_and_nothing_changes_the_dataset
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        ({}, "a is changed by b"),
-        ({"reload_every_n_epochs": 2}, "the Trainer reloads its loaders, and the old workers would stay"),
+        ({}, "a is changed by b; if that is fine, write workers.persistent: true"),
+        (
+            {"reload_every_n_epochs": 2},
+            "the Trainer reloads its loaders, and the old workers would stay; to start them all the same, write"
+            " workers.count",
+        ),
     ],
 )
 def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any], why: str) -> None:
     with pytest.raises(NotApplicable) as refused:
         Workers(enabled=True).plan(facts({"batches": 32, **CHANGES}, **run))
     assert str(refused.value) == (
-        "epochs of 32 batches are too short to start workers in each, and keeping them is not safe:"
-        f" {why}; if that is fine, write workers.persistent: true"
+        f"epochs of 32 batches are too short to start workers in each, and keeping them is not safe: {why}"
     )
 
 
